@@ -4,6 +4,7 @@ import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,10 +68,18 @@ def pool(pools: list[WorkerPool]) -> Iterator[WorkerPool]:
         yield workers
 
 
+@pytest.fixture(scope="session")
+def users() -> list[Path]:
+    """The file whose test has used the pool last."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def no_idle_workers(request: pytest.FixtureRequest, pools: list[WorkerPool]) -> None:
-    """Workers that were kept end before a test that needs none: gloo's threads wake up 100 times a second."""
-    if "pool" not in request.fixturenames:
+def no_idle_workers(request: pytest.FixtureRequest, pools: list[WorkerPool], users: list[Path]) -> None:
+    """Workers that were kept end before a file that needs none: gloo's threads wake up 100 times a second."""
+    if "pool" in request.fixturenames:
+        users[:] = [request.path]
+    elif request.path not in users:
         for workers in pools:
             workers._kill()
 

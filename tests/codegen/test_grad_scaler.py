@@ -81,7 +81,7 @@ def looped(parts: int) -> tuple[list[float], list[object]]:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loop_in_fp16_has_the_losses_of_autocast_and_one_infinite_part_stops_every_rank(pool: WorkerPool, parts: int) -> None:
-    for seen, skipped in pool.run(f"{__name__}:looped", parts, ranks=4):  # type: ignore[misc]
+    for seen, skipped in pool.run(f"{__name__}:looped", parts, ranks=4, keep=True):  # type: ignore[misc]
         assert seen == pytest.approx(expected(Net()), rel=8 * ROUNDING)
         assert skipped == [True, 0.5]
 
@@ -121,7 +121,7 @@ def staged(_: None) -> list[object]:
 
 
 def test_one_stage_with_infinite_gradients_stops_the_others(pool: WorkerPool) -> None:
-    assert pool.run(f"{__name__}:staged", ranks=2) == [[False, 2.0**15, True, 2.0**15]] * 2
+    assert pool.run(f"{__name__}:staged", ranks=2, keep=True) == [[False, 2.0**15, True, 2.0**15]] * 2
 
 
 def test_halves_are_planned_and_their_reduction_is_of_their_own_kind() -> None:

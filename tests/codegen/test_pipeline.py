@@ -108,7 +108,9 @@ def test_stages_keep_a_budget_that_recomputes_and_shards(strategy: str, pool: Wo
     """Of 2 MB, where the first stage takes 5.3 and the second 3.4 if they may."""
     budget = 2_000_000
     case = {"mesh": {"pp": 2, "dp": 2}, "schedule": "1f1b", "device": "h100", "budget": budget, "strategy": strategy}
-    found: list[tuple[tuple[int, int], list[float], str]] = pool.run("tests.support.pipelines:within_budget", case, ranks=4)  # type: ignore[assignment]
+    found: list[tuple[tuple[int, int], list[float], str]] = pool.run(
+        "tests.support.pipelines:within_budget", case, ranks=4, keep=True
+    )  # type: ignore[assignment]
     plan = Plan.from_json(found[0][2])
     assert all(stage.recompute and "S(0)" in stage.layouts.values() for stage in plan.stages)
     for (measured, planned), errors, _ in found:

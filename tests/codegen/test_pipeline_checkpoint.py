@@ -34,7 +34,7 @@ def test_a_checkpoint_of_stages_is_that_of_the_model(pool: WorkerPool, tmp_path:
     blocks = 4 if "four stages" in into else 2
     case = (str(tmp_path / "checkpoint"), blocks, SAVED[saved], {name: LOADED[name] for name in into})
     ranks: list[dict[str, tuple[Tensors, float]]] = pool.run(  # type: ignore[assignment]
-        "tests.support.pipeline_checkpoints:saved_and_loaded", case, ranks=4
+        "tests.support.pipeline_checkpoints:saved_and_loaded", case, ranks=4, keep=True
     )
     built = model(blocks)
     trained = {f"{name}/{key}" for name, _ in built.named_parameters() for key in ("exp_avg", "exp_avg_sq", "step")}
@@ -72,7 +72,7 @@ def test_optimizers_step_stages_and_go_on_in_others_like_the_user_s_own(
     }
     case = (str(tmp_path / "checkpoint"), own, alone, SAVED["fsdp"], other)
     ranks: list[tuple[list[float], torch.Tensor | None]] = pool.run(  # type: ignore[assignment]
-        "tests.support.pipeline_checkpoints:stepped", case, ranks=4
+        "tests.support.pipeline_checkpoints:stepped", case, ranks=4, keep=True
     )
     assert max(error for found, _ in ranks for error in found) <= tolerance
     tied = [one for _, one in ranks if one is not None]
@@ -83,7 +83,7 @@ def test_optimizers_step_stages_and_go_on_in_others_like_the_user_s_own(
 def test_stages_are_initialised_like_the_model_in_none(pool: WorkerPool) -> None:
     case = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "microbatches": 2}
     ranks: list[tuple[Tensors, Tensors, str]] = pool.run(  # type: ignore[assignment]
-        "tests.support.pipeline_checkpoints:initialised", case, ranks=4
+        "tests.support.pipeline_checkpoints:initialised", case, ranks=4, keep=True
     )
     for alone, staged, _ in ranks:
         assert [name for name, tensor in staged.items() if not torch.equal(tensor, alone[name])] == []

@@ -130,7 +130,7 @@ def hooks(parallel: fx.GraphModule) -> None:
 
 
 def test_a_training_loop_with_every_tool_has_the_sequential_numbers(pool: WorkerPool, tmp_path: Path) -> None:
-    for messages in pool.run(f"{__name__}:compared", tmp_path, ranks=2):
+    for messages in pool.run(f"{__name__}:compared", tmp_path, ranks=2, keep=True):
         assert messages == []  # type: ignore[comparison-overlap]
 
 
@@ -164,7 +164,7 @@ def norms(_: None) -> list[str]:
 
 
 def test_the_norm_of_gradients_in_any_layout_is_that_of_the_whole_ones_and_warns_of_nothing(pool: WorkerPool) -> None:
-    assert pool.run(f"{__name__}:norms", ranks=4) == [[]] * 4
+    assert pool.run(f"{__name__}:norms", ranks=4, keep=True) == [[]] * 4
 
 
 def composed(_: None) -> None:
@@ -188,4 +188,4 @@ def composed(_: None) -> None:
 
 
 def test_forwards_before_one_backward_and_modules_in_a_chain_pass_gradients_on(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:composed", ranks=2)
+    pool.run(f"{__name__}:composed", ranks=2, keep=True)

@@ -144,7 +144,7 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> No
 
 def test_a_checkpoint_of_one_mesh_loads_on_another_and_on_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    after, saved = pool.run(f"{__name__}:save", folder, ranks=4)[0]  # type: ignore[misc]
+    after, saved = pool.run(f"{__name__}:save", folder, ranks=4, keep=True)[0]  # type: ignore[misc]
     model, sample = small()
     alone = autopar.parallelize(model, sample, (1,), device="h100")
     optimizer = adamw(alone)

@@ -145,7 +145,7 @@ def alike(parallel: nn.Module, model: nn.Module, count: int) -> None:
 
 
 def test_step_trains_and_a_call_is_still_a_forward_of_the_whole_batch(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:steps", ranks=2)
+    pool.run(f"{__name__}:steps", ranks=2, keep=True)
 
 
 class Scaled(nn.Module):

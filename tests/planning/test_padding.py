@@ -140,7 +140,7 @@ def test_steps_with_clipping_equal_the_sequential_ones(pool: WorkerPool, name: s
     tensors = {key: double(tensor) for key, tensor in tensors_of(model).items()}
     run = Run(replace(captured, program=program), plan, tensors, [batch] * 3)
     assert plan.padded
-    assert max(pool.run("tests.codegen.test_training:three_steps", run, ranks=4)) < 1e-9  # type: ignore[type-var, operator]
+    assert max(pool.run("tests.codegen.test_training:three_steps", run, ranks=4, keep=True)) < 1e-9  # type: ignore[type-var, operator]
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def test_a_checkpoint_has_true_shapes_and_loads_on_another_mesh_and_into_the_mod
     model, sample = gpt2(dropout=0.0)
     plan = autopar.plan(model, sample, (4,), device="h100", constraints=constraints("gpt2", (4,)))
     folder = str(tmp_path / "checkpoint")
-    trained: dict[str, torch.Tensor] = pool.run(f"{__name__}:keep", Kept(folder, plan), ranks=4)[0]  # type: ignore[assignment]
+    trained: dict[str, torch.Tensor] = pool.run(f"{__name__}:keep", Kept(folder, plan), ranks=4, keep=True)[0]  # type: ignore[assignment]
     state = {"model": {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}}
     with pytest.warns(UserWarning, match="single process"):  # as is meant
         checkpoint.load(state, checkpoint_id=folder)
@@ -280,7 +280,7 @@ def begun(plan: Plan) -> None:
 
 def test_a_padded_model_is_initialised_in_chunks_evaluated_and_copied(pool: WorkerPool) -> None:
     plan = autopar.plan(*gpt2(), (4,), device="h100", constraints=constraints("gpt2", (4,)))
-    pool.run(f"{__name__}:begun", plan, ranks=4)
+    pool.run(f"{__name__}:begun", plan, ranks=4, keep=True)
 
 
 @pytest.mark.one_in(2)
@@ -339,7 +339,7 @@ def test_sizes_may_vary_beside_padding(pool: WorkerPool, threads: Threads, name:
     report = verify(model, other, Mesh.of((4,)), plan, Options(), threads)
     assert report.ok, report
     plan = autopar.plan(model.eval(), sample, (4,), device="h100", constraints=asked, dynamic=dims)
-    assert max(pool.run(f"{__name__}:both_sizes", (name, plan), ranks=4)) < 1e-5
+    assert max(pool.run(f"{__name__}:both_sizes", (name, plan), ranks=4, keep=True)) < 1e-5
 
 
 def test_the_price_leaves_heads_out_where_the_batch_can_be_split() -> None:

@@ -48,4 +48,4 @@ def trained(_: None) -> None:
 
 
 def test_calls_with_other_arguments_train_the_same_parameters(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:trained", ranks=2)
+    pool.run(f"{__name__}:trained", ranks=2, keep=True)

@@ -121,7 +121,7 @@ def test_a_conversion_carries_the_value_forward_and_the_gradient_back(
 ) -> None:
     every = list(conversions(shape, sizes))
     chosen = random.Random(0).sample(every, min(count or len(every), len(every)))
-    results = pool.run(f"{__name__}:convert_all", Cases(shape, sizes, chosen), ranks=Mesh.of(sizes).size)
+    results = pool.run(f"{__name__}:convert_all", Cases(shape, sizes, chosen), ranks=Mesh.of(sizes).size, keep=True)
     value, gradient, second = wholes(shape)
     for index, conversion in enumerate(chosen):
         values, gradients, again, logs = zip(*(result[index] for result in results), strict=True)  # type: ignore[index]
@@ -165,7 +165,7 @@ def other_types(_: None) -> None:
 
 
 def test_every_type_can_be_gathered_and_exchanged(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:other_types", ranks=2)
+    pool.run(f"{__name__}:other_types", ranks=2, keep=True)
 
 
 def test_a_move_between_overlapping_digits_of_one_dim_is_refused() -> None:

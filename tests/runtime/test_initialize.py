@@ -119,7 +119,7 @@ def compare(names: list[str]) -> None:
     ids=str,
 )
 def test_every_weight_and_buffer_equals_that_of_the_sequential_model(pool: WorkerPool, names: list[str]) -> None:
-    pool.run(f"{__name__}:compare", names, ranks=4)
+    pool.run(f"{__name__}:compare", names, ranks=4, keep=True)
 
 
 def fill(_: None) -> None:
@@ -148,7 +148,7 @@ def fill(_: None) -> None:
 
 
 def test_a_parallel_module_on_meta_is_filled_in_place_and_what_was_loaded_stays(pool: WorkerPool) -> None:
-    pool.run(f"{__name__}:fill", ranks=4)
+    pool.run(f"{__name__}:fill", ranks=4, keep=True)
 
 
 class Rope(nn.Module):

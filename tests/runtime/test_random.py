@@ -115,7 +115,7 @@ def draw(_: None) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def test_ranks_draw_alike_unless_an_axis_splits_the_operator(pool: WorkerPool) -> None:
-    seeds, split, same = zip(*pool.run(f"{__name__}:draw", ranks=4), strict=True)  # type: ignore[misc]
+    seeds, split, same = zip(*pool.run(f"{__name__}:draw", ranks=4, keep=True), strict=True)  # type: ignore[misc]
     assert len(set(seeds)) == 1
     assert all(torch.equal(mask, same[0]) for mask in same)
     assert torch.equal(split[0], split[1])

@@ -107,7 +107,7 @@ def both(pool: WorkerPool, case: Case) -> tuple[list[Seen], list[Seen]]:
     model, sample = models.make(case.model)
     captured = models.captured(case.model)
     run = Run(captured, plan, dict(tensors_of(model)), [captured.signature.bind((), sample)])
-    found = pool.run(f"{__name__}:executed", run, ranks=plan.mesh.size)
+    found = pool.run(f"{__name__}:executed", run, ranks=plan.mesh.size, keep=True)
     assert all(result == found[0] for result in found)
     return found[0], list(simulated(plan, run))  # type: ignore[return-value]
 

@@ -50,7 +50,7 @@ def declared(config: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, torch.T
 def test_a_declared_model_has_the_loss_and_gradients_of_the_users_own(pool: WorkerPool, name: str) -> None:
     model, sample = gpt2()
     wanted = gradients(model, model(**sample)["loss"])
-    for axes, found in pool.run(f"{__name__}:declared", CONFIGS[name], ranks=RANKS):  # type: ignore[misc]
+    for axes, found in pool.run(f"{__name__}:declared", CONFIGS[name], ranks=RANKS, keep=True):  # type: ignore[misc]
         assert axes in AXES.get(name, [("data", "tensor")])
         assert found.keys() == wanted.keys()
         for tensor, value in wanted.items():
