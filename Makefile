@@ -42,16 +42,16 @@ unit $(PARTS) thorough cost: export OMP_NUM_THREADS := 1
 unit: $(STAMP)
 	$(MAKE) --jobs=3 --output-sync=target $(PARTS)
 
-OPERATORS := operators codegen runtime explain
+OPERATORS := operators codegen runtime explain simulator
 unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
-PROGRAMS := ir capture passes analysis search_space cost_models formulation simulator pipeline plan solver benchmarks
+PROGRAMS := ir capture passes analysis search_space cost_models formulation pipeline plan benchmarks
 USERS := docs allocate integrations elastic
 unit-programs: $(STAMP)
 	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(PROGRAMS:%=tests/%) $(USERS:%=tests/%)
 
-PLANNING := planning verify fuzz memory
+PLANNING := planning verify fuzz memory solver
 unit-planning: $(STAMP)
 	$(BIN)/python -m pytest -q $(PLANNING:%=tests/%)
 

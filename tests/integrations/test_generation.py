@@ -114,7 +114,7 @@ def generated(name: str) -> dict[str, tuple[list[list[int]], list[list[int]]]]:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_parallel_module_generates_what_the_whole_model_does(name: str, pool: WorkerPool) -> None:
-    for found in pool.run(f"{__name__}:generated", name, ranks=2):
+    for found in pool.run(f"{__name__}:generated", name, ranks=2, keep=True):
         for ours, whole in found.values():  # type: ignore[attr-defined]
             assert ours == whole
         assert len({word for _, whole in found.values() for row in whole for word in row}) > 6  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ def refused(_: None) -> list[str]:
 
 
 def test_what_cannot_be_generated_is_refused_on_every_rank(pool: WorkerPool) -> None:
-    for found in pool.run(f"{__name__}:refused", None, ranks=2):
+    for found in pool.run(f"{__name__}:refused", None, ranks=2, keep=True):
         assert found == [
             "input_ids: 3 sequences of 13 tokens, but the module was planned for 4 of 12",
             "the prompts are padded on the right, or their positions are not counted from their first token",
