@@ -95,7 +95,7 @@ def scaled(microbatches: int) -> list[float]:
 
 @pytest.mark.parametrize("microbatches", [2, further(1)])
 def test_a_loss_scale_is_taken_once(microbatches: int, pool: WorkerPool) -> None:
-    for seen in pool.run(f"{__name__}:scaled", microbatches, ranks=2):
+    for seen in pool.run(f"{__name__}:scaled", microbatches, ranks=2, keep=True):
         assert seen == pytest.approx(expected(Deep()), rel=8 * ROUNDING)
 
 
@@ -143,4 +143,4 @@ def on_the_last_rank_alone(_: None) -> str:
 def test_a_backward_on_some_ranks_alone_is_an_error_on_all_of_them(pool: WorkerPool) -> None:
     """A habit from schedules of which the last stage alone has the loss."""
     said = "the calls of the ranks differ in what is called: a call on rank 0; a call after loss.backward() on rank 1"
-    assert pool.run(f"{__name__}:on_the_last_rank_alone", None, ranks=2) == [said, said]
+    assert pool.run(f"{__name__}:on_the_last_rank_alone", None, ranks=2, keep=True) == [said, said]
