@@ -52,6 +52,7 @@ class PlanningProblem:
     edges: tuple[ValueClass, ...]
     spaces: tuple[LayoutGraph, ...]
     reruns: frozenset[str]  # ops that may be recomputed, or that come back with what does
+    drops: bool  # whether gathered weights are dropped after their use, but those that are needed at once
     dropped: frozenset[str]  # weights that are dropped after their use once they were gathered, whatever that costs
     once: bool  # whether they are gathered once for all micro-batches
     policy: RecomputePolicy
@@ -144,6 +145,7 @@ def formulate(
         edges=tuple(space.values for space in spaces),
         spaces=tuple(space.graph for space in spaces),
         reruns=reruns,
+        drops=constraints.reshard_after_forward,
         dropped=dropped,
         once=constraints.once,
         policy=policy,

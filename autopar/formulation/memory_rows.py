@@ -60,6 +60,7 @@ class MemoryRows:
             dropped=formulated.dropped,
             accumulated=analysis.step.microbatches > 1,
             elsewhere=analysis.stored_anywhere,
+            received=analysis.step.received.keys(),
         )
         self.alias_sets = AliasSets(self.program, terms)
         self.lives = [life for life in lifetimes(self.program, terms) if life.name in self.edge or life.kind in OF_OPS]

@@ -2,6 +2,7 @@
 
 of an op's operand    allocated in the op's backward; aliases the gradient of the result where that is passed through
 of a value            sum over its readers: from the first contribution in the backward to the producer's backward
+of what crosses a cut what comes back for a stage's outputs, and what it sends back itself: until the backward ends
 of a conversion       converted back after the backward of the first op that read the converted value
 of a weight           waits until its whole bucket is complete; the collective returns one buffer for the bucket
 """
@@ -48,17 +49,20 @@ class Gradients:
         *,
         ahead: bool,
     ) -> None:
-        program, self.accumulated = step.program, step.microbatches > 1
+        program, self.accumulated, self.step = step.program, step.microbatches > 1, step
         self.program, self.sizes, self.saved, self.backward, self.size = program, sizes, saved, backward, size
         self.ahead = ahead
         ends = [output for output in program.outputs if output.value in backward]
         scalars = [end for end in ends if not program.values[end.value].shape]
         self.ends = ends if step.sends else scalars or ends  # what is differentiated, by the user or by the next stage
 
-    def lives(self, chosen: Assignment, schedule: Schedule) -> Iterator[LiveRange]:
-        """The live ranges of all gradient buffers in one step."""
+    def lives(self, chosen: Assignment, schedule: Schedule, *, first: bool = False) -> Iterator[LiveRange]:
+        """The live ranges of all gradient buffers in one step; with `first` no micro-batch was before that left gradients.
+
+        Those of weights that are gathered once for all micro-batches are counted as if one was.
+        """
         buffers: list[GradientBuffer] = []
-        step = _Step(self, chosen, schedule, buffers)
+        step = _Step(self, chosen, schedule, buffers, several=self.accumulated and (not first or chosen.once))
         yield from step.run()
         for buffer in buffers:
             for name, size in buffer.parts:
@@ -69,8 +73,10 @@ class Gradients:
 class _Step:
     """One backward pass; `waiting` maps a value in a layout to the buffer in which its gradient accumulates."""
 
-    def __init__(self, of: Gradients, chosen: Assignment, schedule: Schedule, buffers: list[GradientBuffer]) -> None:
-        self.of, self.chosen, self.schedule, self.buffers = of, chosen, schedule, buffers
+    def __init__(
+        self, of: Gradients, chosen: Assignment, schedule: Schedule, buffers: list[GradientBuffer], *, several: bool
+    ) -> None:
+        self.of, self.chosen, self.schedule, self.buffers, self.several = of, chosen, schedule, buffers, several
         self.waiting: dict[Node, GradientBuffer] = {}
 
     def run(self) -> Iterator[LiveRange]:
@@ -78,18 +84,23 @@ class _Step:
         begin = self.schedule.mirror(self.schedule.events[-1][0] if self.schedule.events else 0)
         for output in self.of.ends:
             node = output.value, self.chosen.outputs[output.path]
-            self._arrive(node, self._new([node], begin), begin)
+            buffer = self._new([node], begin)
+            if self.of.step.sends:  # a message, which the rank lets go of after the backward
+                buffer.claims, buffer.stop = 1, self.schedule.end - 1
+            self._arrive(node, buffer, begin)
         for time, event in reversed(self.schedule.events):
             if isinstance(event, Op):
                 self._op(event, self.schedule.mirror(time))
             else:
                 yield from self._convert_back(event, self.schedule.mirror(time))
-        several, once = self.of.accumulated, self.chosen.once
+        several, once = self.several, self.chosen.once
         for name, layout in self.schedule.prefetch.arrives if several and once else ():
             if name in self.of.backward:
                 yield LiveRange("gradient", name, 0, self.schedule.end - 1, self.of.size((name, layout)))
         for node in self.chosen.given.items():
-            if node in self.waiting:
+            if node[0] in self.of.step.received and node in self.waiting:  # sent back when the backward ends
+                self.waiting[node].stop = self.schedule.end - 1
+            elif node in self.waiting:
                 self.waiting[node].stored = True
                 if several and not once:  # added to those of the micro-batches before
                     yield LiveRange("gradient", node[0], 0, self.schedule.end + DURING, self.of.size(node))

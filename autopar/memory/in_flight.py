@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.analysis.deferrable import deferrable
 from autopar.ir.mesh import Bytes
@@ -16,15 +16,42 @@ class StageMemory:
     """The memory of a stage, whatever its schedule.
 
     With k micro-batches in flight, and w others whose gradients of weights are deferred, it holds
-    max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes; `halving` stands in the place of `running` while it runs the
-    half I of a backward, which frees less.
+    max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes at most; `halving` stands in the place of `running` while it
+    runs the half I of a backward, which frees less. Of what is held `weights_held` are gathered weights.
+
+    What `memory.rank_memory` counts action by action: for every parameter, buffer and input of the batch, in the program's
+    order, the bytes that are `stored`, with optimizer state, their `gradients`, which are there from the first backward on, and
+    what the optimizer steps (`stepped`); `shared` are weights that are gathered once. Beside these a `forward`, a `backward`
+    or its half I (`halved`) take so many bytes at most, what the micro-batch holds included, and the `first` backward with the
+    gradients that it makes; the half W takes `weights` beside what is deferred. What arrives for a micro-batch takes `received`
+    bytes and what is sent `sent`, `beside` of these where the micro-batch still holds the others; gradients that are sent back
+    take `returned`, those that come `back`.
     """
 
     running: Bytes
     ending: Bytes
     held: Bytes
+    weights_held: Bytes
     halving: Bytes
     deferred: Bytes
+    stored: tuple[Bytes, ...]
+    gradients: tuple[Bytes, ...]
+    stepped: tuple[Bytes, ...]
+    shared: Bytes
+    forward: Bytes
+    backward: Bytes
+    first: Bytes
+    halved: Bytes
+    weights: Bytes
+    received: Bytes
+    returned: Bytes
+    sent: Bytes
+    beside: Bytes
+    back: Bytes
+
+    def dropping(self, *, several: bool) -> StageMemory:
+        """The memory of a stage that drops gathered weights, but those which a micro-batch that is always alone needs next."""
+        return replace(self, held=self.held - self.weights_held, weights_held=0) if several else self
 
     def peak(self, moments: Iterable[StageMoment]) -> Bytes:
         """The most bytes that are alive over the moments of a schedule."""

@@ -13,7 +13,8 @@ of a gradient
 
     fresh        gradient of one operand, while the op's backward runs
     waiting      partial sum between the backwards of its last and first reader, in an unknown layout
-    gradient     complete, in the produced layout, until the producer's backward; of a parameter, until the end of the step
+    gradient     complete, in the produced layout, until the producer's backward; of a parameter, until the end of the step; of
+                 what another stage has sent, until the end of the backward
 
 and of an op: `internal` (saved by autograd beside operands and results), `forward` and `backward` (workspace). A value that
 may be recomputed is assumed to be recomputed as early as any op that may be recomputed could need it.
@@ -54,7 +55,7 @@ class LivenessInputs:
     those that the user differentiates; `weights` are the parameters and their views; `views` are the ops whose results
     alias their first operand; `reruns` may be recomputed (or alias a result that may); `dropped` are the weights that are
     freed in the forward once they were gathered and used, `accumulated` whether gradients are those of several micro-batches;
-    `elsewhere` are the parameters that the host or the disk may store.
+    `elsewhere` are the parameters that the host or the disk may store, `received` the inputs that come from another stage.
     """
 
     saved: Callable[[Op], SavedTensors | None]
@@ -66,6 +67,7 @@ class LivenessInputs:
     dropped: Set[str]
     accumulated: bool
     elsewhere: Set[str] = frozenset()
+    received: Set[str] = frozenset()
 
 
 def lifetimes(program: Program, terms: LivenessInputs) -> Iterator[SavedLiveRange]:
@@ -135,8 +137,8 @@ class _Uses:
         if begin < whole:
             yield SavedLiveRange(kind="waiting", name=name, start=begin, stop=whole - 1)
         op = self.program.producer.get(name)
-        stop = 2 * self.n if op is None else self.back(self.place[op.name])
-        start = 0 if op is None and self.terms.accumulated else whole
+        stop = 2 * self.n - (name in self.terms.received) if op is None else self.back(self.place[op.name])
+        start = 0 if op is None and self.terms.accumulated and name not in self.terms.received else whole
         yield SavedLiveRange(kind="gradient", name=name, start=start, stop=stop)
 
     def inside(self, i: int, op: Op) -> Iterator[SavedLiveRange]:

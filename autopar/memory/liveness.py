@@ -21,6 +21,7 @@ that it aliases, its *home*.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -159,6 +160,11 @@ def _by_moment(lives: Sequence[LiveRange], count: int) -> Floats:
     return most
 
 
+def _most(curve: Floats) -> Bytes:
+    """The most bytes of a part of the memory curve."""
+    return round(float(curve.max(initial=0.0)))
+
+
 class _Step:
     """The live ranges of one step under one assignment."""
 
@@ -184,22 +190,19 @@ class _Step:
 
     @functools.cached_property
     def own(self) -> list[LiveRange]:
-        """What is alive of one micro-batch, in the order of `lives`."""
-        return list(self.lives())
+        """What is alive of one micro-batch: inputs and parameters, values, ops, conversions and gradients, in that order."""
+        return [*self.values, *self.of.gradients.lives(self.chosen, self.schedule)]
+
+    @functools.cached_property
+    def values(self) -> list[LiveRange]:
+        """What is alive of one micro-batch but for gradients."""
+        return [*self._given(), *self._values(), *self._inside(), *self._converting()]
 
     @functools.cached_property
     def held(self) -> list[LiveRange]:
         """What a micro-batch holds at the turn from its forward to its backward."""
         turn = at(self.n, 0)
         return [one for one in self.own if one.kind in ("kept", "internal") and one.start <= turn <= one.stop]
-
-    def lives(self) -> Iterator[LiveRange]:
-        """Live ranges of inputs and parameters, values, ops, conversions and gradients, in that order."""
-        yield from self._given()
-        yield from self._values()
-        yield from self._inside()
-        yield from self._converting()
-        yield from self.of.gradients.lives(self.chosen, self.schedule)
 
     @functools.cached_property
     def deferred(self) -> list[LiveRange]:
@@ -218,13 +221,42 @@ class _Step:
     @functools.cached_property
     def memory(self) -> StageMemory:
         """What the stage holds, whatever its schedule."""
-        alone, halved = (_by_moment(lives, self.n) for lives in (self.own, [*self.own, *self.deferred]))
+        analysis, step, turn = self.of.analysis, self.of.analysis.step, self.n
+        begun = [*self.values, *self.of.gradients.lives(self.chosen, self.schedule, first=True)]
+        own, halved, first = (_by_moment(lives, self.n) for lives in (self.own, [*self.own, *self.deferred], begun))
+        there = {kind: Counter[str]() for kind in ("stored", "gradient", "converted")}  # the whole step
+        for life in self.own:
+            if life.kind in there and life.start == 0 and life.stop >= self.schedule.end - 1:
+                there[life.kind][life.name] += life.bytes
+        passing = [
+            life for life in self.own if life.kind in ("transient", "flowing", "flight") and life.name in analysis.weights
+        ]
+        resident = sum(held.total() for held in there.values())
+        names = [value.name for value in self.program.given if value.name not in step.received]
+        parts = {name: self.of.bytes((name, self.chosen.given[name])) for name in self.chosen.given}
+        sent = {(output.value, self.chosen.outputs[output.path]) for output in self.program.outputs if step.sends}
+        kept = {life.name for life in self.held}
         return StageMemory(
-            running=round(float(alone[:-1].max())),
-            ending=round(float(alone[-1])),
+            running=_most(own[:-1]),
+            ending=_most(own[-1:]),
             held=sum(life.bytes for life in self.held),
-            halving=round(float(halved[:-1].max())),
+            weights_held=sum(life.bytes for life in self.held if life.name in analysis.weights),
+            halving=_most(halved[:-1]),
             deferred=sum(life.bytes for life in self.deferred),
+            stored=tuple(there["stored"][name] for name in names),
+            gradients=tuple(there["gradient"][name] for name in names),
+            stepped=tuple(parts[name] * (name in analysis.backward) for name in names),
+            shared=there["converted"].total(),
+            forward=_most(own[:turn]) - resident,
+            backward=_most(own[turn:-1]) - resident,
+            first=_most(first[turn:-1]) - resident + there["gradient"].total(),
+            halved=_most(halved[turn:-1]) - resident,
+            weights=_most(_by_moment(passing, turn)[turn:-1]) if passing else 0,
+            received=sum(parts[name] for name in step.received),
+            returned=sum(parts[name] for name in step.received if name in analysis.backward),
+            sent=sum(map(self.of.bytes, sent)),
+            beside=sum(self.of.bytes(node) for node in sent if self.home(node)[0] not in kept),
+            back=sum(self.of.bytes(node) for node in sent if node[0] in analysis.backward),
         )
 
     def _waiting(self) -> Iterator[LiveRange]:

@@ -95,6 +95,8 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
         yield "pipeline.ranks has other stages or micro-batches than the plan"
     if len(found.order.ranks) != len(found.ranks):
         yield "pipeline.ranks has a line that is not one rank's"
+    if len(found.memory) != len(found.ranks) or min(found.memory) < 0:
+        yield "pipeline.memory has not one size per rank"
     if any(min(astuple(seconds)) < 0 for seconds in found.seconds):
         yield "pipeline.seconds are not negative"
     if any(not 0 <= one.stage < count - 1 or one.bytes < 0 for one in found.crossings):

@@ -31,7 +31,8 @@ class Pipeline:
     """The stages of a plan over the mesh axis `axis`, by a schedule of this name: a line of actions per rank of the axis.
 
     Stage s begins at region `starts[s]` of the program, in the module `modules[s]`, and takes `seconds[s]`. Parameters that
-    several stages read are `tied`: each of these stages stores them, in one layout.
+    several stages read are `tied`: each of these stages stores them, in one layout. A rank of the axis holds at most its entry
+    of `memory`, which is less than its stages at their own peaks.
     """
 
     axis: str
@@ -41,6 +42,7 @@ class Pipeline:
     modules: tuple[str, ...]
     seconds: tuple[StageSeconds, ...]
     crossings: tuple[Crossing, ...]
+    memory: tuple[Bytes, ...]
     tied: Mapping[str, tuple[int, ...]]
 
     @functools.cached_property

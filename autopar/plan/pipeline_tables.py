@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.plan.plan import Plan
 
 WIDTH = 72  # columns of the picture
+RANKS = 8  # whose memory is told
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -54,6 +55,9 @@ def _stages(plan: Plan, pipeline: Pipeline) -> Iterator[Part]:
         )
     yield table
     yield "forward, backward and bytes: of one micro-batch; once: the optimizer and sums of gradients; in ms"
+    if len(plan.stages) > len(pipeline.ranks):
+        held = map(size_text, pipeline.memory if len(pipeline.ranks) <= RANKS else [plan.peak_memory])
+        yield f"memory: of a stage at its own peak; a rank holds at most {', '.join(held)} with all of its stages"
     for name, stages in pipeline.tied.items():
         yield f"{name} is stored by stages {', '.join(map(str, stages))}; its gradients are added up once a step"
 

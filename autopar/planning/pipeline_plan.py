@@ -1,36 +1,50 @@
 """Plans with a pipeline: the program is cut, each stage planned on the mesh without the pipeline's axis, the step timed.
 
-micro-batches -> cut -> stages planned, one after the other (`stage_plans`) -> exact clock -> plan
+micro-batches -> cut -> stages planned, one after the other (`stage_plans`) -> exact clock, memory of every rank -> plan
+
+The clock's order of actions says exactly what each rank holds (`memory.rank_memory`): with several stages, which are at their
+peaks at different actions, less than these together; with one, its messages too. Where a rank holds more than it may, its
+stages are planned again, with so much less room for their own peaks.
 
 What is left to be chosen (the size of the axis, how many micro-batches, by which schedule) `pipeline_search` searches.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.errors import BudgetError
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
+from autopar.ir.program import elements
+from autopar.memory.rank_memory import rank_peaks
 from autopar.passes.stages import shared_parameters
 from autopar.pipeline.clock import Clock, StageSeconds, least_seconds
+from autopar.pipeline.transfers import with_messages as in_order
 from autopar.plan.assignment_text import paddings
 from autopar.plan.breakdown import CostParameter
 from autopar.plan.options import Options
 from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, crossing_values
+from autopar.plan.text import size_text
+from autopar.planning.optimize import SMALLEST
 from autopar.planning.pipeline_bound import least_step
 from autopar.planning.pipeline_stages import Cut, without_axis
-from autopar.planning.stage_plans import StagePlan, StagePlanner
+from autopar.planning.stage_plans import StageBudgetError, StagePlan, StagePlanner
 from autopar.solver.highs import SlowerError, TimeLimitError
+
+ROUNDS = 5  # in which the stages of ranks that hold too much are planned with less room for their own peaks
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class StagedStep:
     """A step whose stages are planned: what crosses between them, and how long it takes by the exact clock.
 
-    `mesh` has the pipeline's `axis`, device and links.
+    `mesh` has the pipeline's `axis`, device and links. `memory` is what each rank of it holds at most, unless the step was no
+    faster than a known one, before that was counted.
     """
 
     steps: StageSteps
@@ -41,6 +55,7 @@ class StagedStep:
     crossings: tuple[Crossing, ...]
     stage_seconds: tuple[StageSeconds, ...]
     seconds: Seconds
+    memory: tuple[Bytes, ...] = ()
 
 
 class SlowerStagesError(SlowerError):
@@ -54,10 +69,53 @@ class SlowerStagesError(SlowerError):
 def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner, below: Seconds = math.inf) -> StagedStep:
     """The step of these stages.
 
-    Raises BudgetError where one of them does not fit, and SlowerStagesError as soon as those that are planned say that the step
-    takes `below` seconds or longer; TimeLimitError between two stages at the deadline, where a step of `below` is known.
+    Raises BudgetError where one of them, or a rank with all of its own, does not fit, and SlowerStagesError as soon as those
+    that are planned say that the step takes `below` seconds or longer; TimeLimitError between two stages at the deadline, where
+    a step of `below` is known.
     """
-    stages = tuple(_planned(steps, cut, planner, below))
+    stages, rooms, floors = planner.planned(steps, cut, alone=True), list[Bytes](), dict[int, Bytes]()
+    refused: BudgetError | None = None
+    for _ in range(ROUNDS):
+        try:
+            made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below)))
+        except StageBudgetError as error:
+            refused = error
+            if error.never or error.stage in floors or len(cut.starts) == len(cut.schedule.ranks):
+                break
+            floors[error.stage] = error.least
+        else:
+            if made.seconds >= below:
+                return made
+            memory = rank_memory(made, planner)
+            if max(memory) <= planner.limit:
+                return replace(made, memory=memory)
+            refused, rooms = _too_full(made, memory, planner.limit), _rooms(made, memory, planner.limit, rooms)
+        stages = planner.planned(steps, cut, rooms=rooms, floors=floors)
+    assert refused is not None, "a round that ends refuses its plan"
+    raise refused
+
+
+def _rooms(made: StagedStep, memory: Sequence[Bytes], limit: Bytes, before: Sequence[Bytes]) -> list[Bytes]:
+    """What the peaks of the stages of each rank may add up to so that it holds about its limit, and no more than before."""
+    peaks = [0] * len(memory)
+    for stage, rank in made.cut.schedule.rank_of.items():
+        peaks[rank] += made.stages[stage].peak
+    fitting = [math.floor(limit * peak / held) for peak, held in zip(peaks, memory, strict=True)]
+    return [min(both) for both in zip(before, fitting, strict=True)] if before else fitting
+
+
+def _too_full(made: StagedStep, memory: Sequence[Bytes], limit: Bytes) -> BudgetError:
+    rank = memory.index(max(memory))
+    return BudgetError(
+        f"no plan was found by which rank {rank} of the pipeline holds {size_text(limit)} at most: one holds "
+        f"{size_text(memory[rank])}, of {made.cut.name}",
+        **{SMALLEST: f"budget={memory[rank]}"},
+        fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
+    )
+
+
+def _timed(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, stages: tuple[StagePlan, ...]) -> StagedStep:
+    """The step of planned stages, with messages."""
     sent = [(one.step.program, one.outputs) for one in stages]
     crossings = tuple(crossing_values(steps.step.program, sent, without_axis(mesh, axis)))
     seconds = with_messages([one.seconds for one in stages], crossings, mesh.links[mesh.axes.index(axis)])
@@ -105,10 +163,10 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     return even and Clock(schedule).seconds(parts) >= below
 
 
-def _planned(steps: StageSteps, cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
+def _faster(stages: Iterable[StagePlan], cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
     """The stages in order, until they take too long, or it takes too long to plan them."""
     known: list[StageSeconds] = []
-    for stage in planner.planned(steps, cut):
+    for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)
         known.append(stage.seconds)
@@ -129,14 +187,12 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         modules=cut.modules,
         seconds=made.stage_seconds,
         crossings=made.crossings,
+        memory=made.memory,
         tied=shared_parameters(made.steps.stages),
     )
     stages = tuple(planner.written(one) for one in made.stages)
     bound = least_step(step, planner.mesh, cut.schedule, made.stage_seconds, planner.options, planner.settings)
     slowest = max(stages, key=lambda one: one.step_time)
-    ranks: dict[int, Bytes] = {}
-    for stage, rank in cut.schedule.rank_of.items():
-        ranks[rank] = ranks.get(rank, 0) + stages[stage].peak_memory
     return Plan(
         hash=step.hash,
         axes=mesh.axes,
@@ -148,7 +204,7 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         status="feasible",
         gap=max(0.0, 1 - bound / made.seconds) if made.seconds else 0.0,
         step_time=made.seconds,
-        peak_memory=max(ranks.values()),
+        peak_memory=max(pipeline.memory),
         choices={},
         layouts={},
         routes={},
@@ -169,6 +225,19 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         pipeline=pipeline,
         stages=stages,
     )
+
+
+def rank_memory(made: StagedStep, planner: StagePlanner) -> tuple[Bytes, ...]:
+    """The most bytes that each rank of the axis holds in a step of these stages."""
+    step, stages = made.steps.step, [stage.held for stage in made.stages]
+    batch = {
+        value.name: elements(step.batch_shape(value.name)) * value.dtype.itemsize
+        for value in step.program.inputs
+        if value not in step.hoisted
+    }
+    assert planner.mesh.device is not None, "a mesh is planned with its device"
+    scratch = functools.partial(planner.options.stepped.scratch, cpu=planner.mesh.device.cpu)
+    return rank_peaks(in_order(made.cut.schedule, made.stage_seconds), stages, batch, scratch)
 
 
 def with_messages(stages: Sequence[StageSeconds], crossings: Sequence[Crossing], link: Link) -> tuple[StageSeconds, ...]:

@@ -163,7 +163,9 @@ class PipelineTrials(ABC):
                 continue
             except AutoparError as error:
                 self.refused.append(error)
-                if isinstance(error, StageBudgetError):  # and none has fewer in flight than the first that is tried
+                if (
+                    isinstance(error, StageBudgetError) and error.never
+                ):  # and none has fewer in flight than the first that is tried
                     never.add(cut.starts)
                 continue
             self.fared["planned"] += 1

@@ -3,11 +3,11 @@
 stage 0 planned, as any program; what it sends keeps the layout in which its plan leaves it
 stage 1 planned, which receives that; ...
 
-A stage is solved for one micro-batch in flight first: if its plan fits with all that its schedule has, it is the best of those
-that do. Else it takes a plan that fits of those that the same stage has with more of them in flight, if that is within
-`FLIGHTS_GAP`; else it is solved with what they all hold in the rows of the memory.
+A stage is solved for one micro-batch in flight first: if all ranks hold their stages' plans with all that the schedule has in
+flight, these are the best. Else each stage has a share of its rank's memory: it takes a plan that fits of those that the same
+stage has with more in flight, if that is within `FLIGHTS_GAP`, or is solved with what they all hold in the rows of the memory.
 
-The stages of a rank share its memory by need: if all of them fit with what is in flight, in proportion to that; else each has
+The stages of a rank share its room by need: if all of them fit with what is in flight, in proportion to that; else each has
 what it holds with one micro-batch in flight, and of the rest a part as large as what it holds with all of them beyond that.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -30,6 +30,7 @@ from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
 from autopar.ir.training_step import StageMoment, TrainingStep
 from autopar.memory.in_flight import StageMemory
+from autopar.memory.rank_memory import HeldStage
 from autopar.pipeline.clock import StageSeconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
@@ -49,6 +50,8 @@ FLIGHTS_GAP = 1e-2
 
 The equal stages of Llama-3 70B in 32 have 31 to 20 in flight, whose plans take 1.1 to 0% longer, and 4 CPU seconds each."""
 
+NO_FLOORS: Mapping[int, Bytes] = {}
+
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Solved:
@@ -63,14 +66,16 @@ class _Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What a stage may hold of a rank's memory, and the `part` that it gets of every byte more."""
+    """What a stage may hold at its own peak, of the `room` that a rank has for those of its stages; of every byte more it gets
+    the `part`."""
 
     bytes: Bytes
     part: float
+    room: Bytes
 
     def budget(self, least: Bytes, limit: Bytes) -> Bytes:
-        """Of a rank that has the `limit` now, where the stage holds at least so many bytes."""
-        return limit + math.ceil((least - self.bytes) / self.part)
+        """Of a rank, which is the limit now, where the stage holds at least so many bytes."""
+        return math.ceil(limit * (1 + (least - self.bytes) / self.part / self.room))
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -83,6 +88,7 @@ class StagePlan:
     seconds: StageSeconds
     alone: Bytes
     peak: Bytes
+    held: HeldStage
     outputs: Mapping[str, Layout]
     found: Optimized  # its own solution, or that of a stage like it
 
@@ -96,30 +102,50 @@ class StagePlanner:
         self._known: dict[str, _Solved | BudgetError] = {}
         self._full: dict[str, list[_Solved]] = {}  # with more micro-batches in flight, where one alone did not suffice
 
-    def planned(self, steps: StageSteps, cut: Cut, *, alone: bool = False) -> Iterator[StagePlan]:
+    @property
+    def limit(self) -> Bytes:
+        """What a rank may hold."""
+        return parse_bytes(self.options.budget, self.mesh)
+
+    def planned(
+        self,
+        steps: StageSteps,
+        cut: Cut,
+        *,
+        alone: bool = False,
+        rooms: Sequence[Bytes] = (),
+        floors: Mapping[int, Bytes] = NO_FLOORS,
+    ) -> Iterator[StagePlan]:
         """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
 
         With `alone` each holds one micro-batch at a time, whatever its schedule has in flight: soon solved, and hardly slower
-        than a plan that holds them all. Raises BudgetError, which names the stage, where one has no plan that fits.
+        than a plan that holds them all. Else the peaks of a rank's stages add up to no more than its entry of `rooms`, by
+        default the limit, of which some stages have their `floors` at least. Raises StageBudgetError where one has no plan that
+        fits.
         """
         constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
+        if alone:
+            whole = _Share(bytes=self.limit, part=1.0, room=self.limit)
+            return self._planned(steps, cut, [whole] * cut.schedule.stages, alone=True)
+        shares = self._shares(steps, cut, rooms or [self.limit] * len(cut.schedule.ranks))
+        return self._planned(steps, cut, _floored(shares, cut, floors) if floors else shares)
+
+    def _planned(self, steps: StageSteps, cut: Cut, shares: Sequence[_Share], *, alone: bool = False) -> Iterator[StagePlan]:
         wanted = _by_value(steps.step.program, self.options.constraints)
         readers = Counter(name for stage in steps.stages for name in _stored(stage.program))
-        chunks = len(steps.stages) // len(cut.schedule.ranks)
-        limit = parse_bytes(self.options.budget, self.mesh)
-        shares = None if alone else self._shares(steps, cut, limit)
-        budget = self.options.budget if chunks == 1 else max(1, limit // chunks)
         layouts: Mapping[str, Layout] = {}
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
-        for place in range(len(steps.stages)):
+        for place, share in enumerate(shares):
             # a W with none in flight holds no more than the I before it
             times = tuple(dict.fromkeys(now for now in moments(cut.schedule, place) if now.flights))
             step = self._with(steps.made(place, layouts), times)
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
-            asked = replace(self.options, constraints=of_stage, budget=budget)
-            made = self._within(step, asked, limit, shares[place], place) if shares else self._alone(step, asked)
+            asked = replace(self.options, constraints=of_stage)
+            made = self._within(step, asked, share, place, alone=alone)
+            drops = made.found.formulated.drops
+            memory = made.memory.dropping(several=step.flights > 1) if drops else made.memory
             program, ends = step.program, dict(zip(_stored(step.program), made.stored, strict=True))
             layouts = {output.path: layout for output, layout in zip(program.outputs, made.outputs, strict=True)}
             alike |= {
@@ -131,8 +157,9 @@ class StagePlanner:
                 step=step,
                 options=asked,
                 seconds=made.seconds,
-                alone=max(made.memory.running, made.memory.ending),
-                peak=made.memory.peak(times),
+                alone=max(memory.running, memory.ending),
+                peak=memory.peak(times),
+                held=HeldStage(memory=memory, names=_held(step)),
                 outputs=layouts,
                 found=made.found,
             )
@@ -145,56 +172,65 @@ class StagePlanner:
         """The solution of a stage under its own names."""
         return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
 
-    def _shares(self, steps: StageSteps, cut: Cut, limit: Bytes) -> list[_Share]:
-        """What each stage may hold of the memory of its rank, which is the limit."""
+    def _shares(self, steps: StageSteps, cut: Cut, rooms: Sequence[Bytes]) -> list[_Share]:
+        """What each stage may hold of the room of its rank."""
         schedule, stages = cut.schedule, range(cut.schedule.stages)
-        of_rank = [[stage for stage in stages if schedule.rank_of[stage] == rank] for rank in range(len(schedule.ranks))]
-        chunks = [len(of_rank[schedule.rank_of[stage]]) for stage in stages]
-        shares = [_Share(bytes=max(1, limit // count), part=1 / count) for count in chunks]
-        if len(stages) == len(schedule.ranks):
+        of_rank = [[stage for stage in stages if schedule.rank_of[stage] == rank] for rank in range(len(rooms))]
+        even = [(rooms[schedule.rank_of[stage]], len(of_rank[schedule.rank_of[stage]])) for stage in stages]
+        shares = [_Share(bytes=max(1, room // count), part=1 / count, room=room) for room, count in even]
+        if len(stages) == len(rooms):
             return shares
         try:
-            known = list(self.planned(steps, cut, alone=True))
+            known = list(self._planned(steps, cut, shares, alone=True))
         except BudgetError:  # one of them does not fit into an even share
             return shares
-        for own in of_rank:
-            fits = sum(known[stage].peak for stage in own) <= limit
+        for own, room in zip(of_rank, rooms, strict=True):
+            fits = sum(known[stage].peak for stage in own) <= room
             kept = {stage: known[stage].peak if fits else known[stage].alone for stage in own}
             parts = {stage: known[stage].peak if fits else known[stage].peak - known[stage].alone for stage in own}
-            rest, whole = limit - sum(kept.values()), sum(parts.values())
+            rest, whole = room - sum(kept.values()), sum(parts.values())
             if rest >= 0 and all(parts.values()):
                 for stage in own:
                     part = parts[stage] / whole
-                    shares[stage] = _Share(bytes=kept[stage] + math.floor(part * rest), part=part)
+                    shares[stage] = _Share(bytes=kept[stage] + math.floor(part * rest), part=part, room=room)
         return shares
 
-    def _within(self, step: TrainingStep, options: Options, limit: Bytes, share: _Share, place: int) -> _Solved:
-        """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight."""
+    def _within(self, step: TrainingStep, options: Options, share: _Share, place: int, *, alone: bool) -> _Solved:
+        """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight, or
+        `alone`, with one of them."""
         assert step.stage is not None, "it is a stage"
-        full = options if share.bytes == limit else replace(options, budget=share.bytes)
+        full = options if share.bytes == self.limit else replace(options, budget=share.bytes)
         try:
-            alone = self._alone(step, options)
+            one = self._alone(step, options, full)
         except BudgetError:
-            alone = None
+            one = None
         try:
-            if alone is None:
+            if one is None:
                 return self._solved(step, full)
-            fits = alone.memory.peak(step.stage.moments) <= share.bytes
-            return alone if fits else self._fuller(step, full, alone, share)
+            fits = alone or one.memory.peak(step.stage.moments) <= share.bytes
+            return one if fits else self._fuller(step, full, one, share)
         except BudgetError as error:
             least = int(str(error.details[SMALLEST]).removeprefix("budget="))
-            never = alone is None and share.bytes == limit
-            raise (StageBudgetError if never else BudgetError)(
+            raise StageBudgetError(
+                place,
+                least,
+                one is None and share.bytes >= self.limit,
                 f"stage {place} of the pipeline: no plan fits into {size_text(share.bytes)} per device with {step.flights} "
                 f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
-                **{SMALLEST: f"budget={share.budget(least, limit)}"},
+                **{SMALLEST: f"budget={share.budget(least, self.limit)}"},
                 filled=error.details["filled"],
                 fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
             ) from None
 
-    def _alone(self, step: TrainingStep, options: Options) -> _Solved:
-        """A stage solved with one micro-batch in flight, whatever its schedule has."""
-        return self._solved(self._with(step, ()), options)
+    def _alone(self, step: TrainingStep, options: Options, full: Options) -> _Solved:
+        """A stage solved with one micro-batch in flight, whatever its schedule has: the best plan if that fits into the budget
+        of `full`, or else the best within that."""
+        step = self._with(step, ())
+        if full is not options:
+            best = self._solved(step, options)
+            if max(best.memory.running, best.memory.ending) <= parse_bytes(full.budget, self.mesh):
+                return best
+        return self._solved(step, full)
 
     def _with(self, step: TrainingStep, times: tuple[StageMoment, ...]) -> TrainingStep:
         """A stage with the moments of a schedule, as it is solved."""
@@ -243,11 +279,36 @@ class StagePlanner:
 
 
 class StageBudgetError(BudgetError):
-    """A stage has no plan that fits even with a single micro-batch in flight, which is to say by no schedule."""
+    """A `stage` has no plan that fits into its share, which is to be `least` bytes at least; `never` if it does not fit even
+    with a single micro-batch in flight into all of a rank's memory, which is to say by no schedule."""
+
+    def __init__(self, stage: int, least: Bytes, never: bool, what: str, **details: object) -> None:
+        super().__init__(what, **details)
+        self.stage, self.least, self.never = stage, least, never
+
+
+def _floored(shares: Sequence[_Share], cut: Cut, floors: Mapping[int, Bytes]) -> list[_Share]:
+    """Shares in which some stages have their floors, and the others of their ranks what is left, in proportion."""
+    rank_of, found = cut.schedule.rank_of, list(shares)
+    for stage, share in enumerate(shares):
+        own = [other for other in range(len(shares)) if rank_of[other] == rank_of[stage]]
+        low = {other: floors[other] for other in own if other in floors}
+        free = sum(shares[other].bytes for other in own if other not in low)
+        rest = share.room - sum(low.values())
+        if stage in low:
+            found[stage] = replace(share, bytes=low[stage])
+        else:
+            found[stage] = replace(share, bytes=max(1, math.floor(share.bytes * rest / free)), part=share.bytes / free)
+    return found
 
 
 def _stored(program: Program) -> list[str]:
     return [held.value.name for held in (*program.parameters, *program.buffers)]
+
+
+def _held(step: TrainingStep) -> tuple[str, ...]:
+    """What a stage holds for the whole step: inputs of the batch, and what it stores."""
+    return tuple(value.name for value in step.program.given if value.name not in step.received)
 
 
 def _by_value(program: Program, constraints: Mapping[str, str]) -> dict[str, str]:

@@ -103,6 +103,33 @@ def test_a_rank_holds_at_its_peak_what_its_stages_say(schedule: str, data: int, 
         assert measured == pytest.approx(planned, rel=0.05)
 
 
+TWO, FOUR, BOTH = {"pp": 2}, {"pp": 4}, {"pp": 2, "dp": 2}
+
+
+@pytest.mark.parametrize(
+    "mesh, schedule, budget, options",
+    [
+        (TWO, "interleaved", 8_200_000, {"stages": 4}),
+        (TWO, "zb-v", 7_400_000, {"tied": True}),
+        *(further(TWO, *case, {}) for case in (("gpipe", 9_000_000), ("1f1b", 7_000_000), ("zb-h1", 9_000_000))),
+        *(further(FOUR, *case, {"layers": 8}) for case in (("gpipe", 9_000_000), ("1f1b", 8_000_000), ("zb-h1", 12_000_000))),
+        further(FOUR, "interleaved", 10_000_000, {"layers": 8, "stages": 8}),
+        further(FOUR, "zb-v", 9_000_000, {"layers": 8}),
+        further(BOTH, "interleaved", 5_000_000, {"stages": 4, "strategy": "fsdp"}),
+        further(BOTH, "zb-v", 5_000_000, {"strategy": "fsdp"}),
+    ],
+)
+def test_ranks_hold_what_all_their_stages_hold_together_and_keep_a_budget_that_binds(
+    mesh: dict[str, int], schedule: str, budget: int, options: dict[str, Any], pool: WorkerPool
+) -> None:
+    """Stages of one rank are at their peaks at different actions."""
+    case = {"mesh": mesh, "schedule": schedule, "budget": budget, "microbatches": 4, "device": "h100", **options}
+    found: list[tuple[int, int, int]] = pool.run("tests.support.pipelines:peaks", case, ranks=math.prod(mesh.values()))  # type: ignore[assignment]
+    for measured, planned, _ in found:
+        assert measured == pytest.approx(planned, rel=0.05)
+        assert max(measured, planned) <= budget
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", further("auto")])
 def test_stages_keep_a_budget_that_recomputes_and_shards(strategy: str, pool: WorkerPool) -> None:
     """Of 2 MB, where the first stage takes 5.3 and the second 3.4 if they may."""

@@ -266,9 +266,9 @@ def in_both_modes(case: Case) -> list[float]:
 
 
 def peaks(case: Case) -> tuple[int, int, int]:
-    """The most bytes that were alive on this rank in a step, those that its stage was planned with, and those of the batch."""
-    case = {"microbatches": 8, "recompute": "none"} | case
-    model, sample = gpt2(case["microbatches"], n_layer=4, tie_word_embeddings=False)
+    """The most bytes that were alive on this rank in a step, those that it was planned with, and those of the batch."""
+    case = {"microbatches": 8} | ({} if "budget" in case else {"recompute": "none"}) | case
+    model, sample = gpt2(case["microbatches"], n_layer=case.pop("layers", 4), tie_word_embeddings=case.pop("tied", False))
     parallel = autopar.parallelize(model, sample, pipeline="pp", **case)
     measured, planned = held_and_planned(parallel, sample)
     return measured, planned, sample["input_ids"].nbytes
@@ -287,7 +287,7 @@ def gpt2(microbatches: int, **sizes: object) -> models.Built:
 
 
 def held_and_planned(parallel: Any, sample: models.Sample) -> tuple[int, int]:
-    """The most bytes that were alive on this rank in a step of AdamW, and those that its stage was planned with."""
+    """The most bytes that were alive on this rank in a step of AdamW, and those that it was planned with."""
     optimizer = torch.optim.AdamW(parallel.parameters())
 
     def step() -> None:
@@ -296,8 +296,7 @@ def held_and_planned(parallel: Any, sample: models.Sample) -> tuple[int, int]:
         optimizer.zero_grad()
 
     measured = peak(parallel, optimizer, sample.values(), step).bytes
-    (stage,) = parallel.stages.stages
-    return measured, parallel.autopar.plan.stages[stage].peak_memory
+    return measured, parallel.autopar.plan.pipeline.memory[parallel.stages.rank.index]
 
 
 def within_budget(case: Case) -> tuple[tuple[int, int], list[float], str]:
