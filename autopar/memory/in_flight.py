@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.analysis.deferrable import deferrable
+from autopar.analysis.weights import weights
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import StageMoment, TrainingStep
@@ -22,10 +24,10 @@ class StageMemory:
     What `memory.rank_memory` counts action by action: for every parameter, buffer and input of the batch, in the program's
     order, the bytes that are `stored`, with optimizer state, their `gradients`, which are there from the first backward on, and
     what the optimizer steps (`stepped`); `shared` are weights that are gathered once. Beside these a `forward`, a `backward`
-    or its half I (`halved`) take so many bytes at most, what the micro-batch holds included, and the `first` backward with the
-    gradients that it makes; the half W takes `weights` beside what is deferred. What arrives for a micro-batch takes `received`
-    bytes and what is sent `sent`, `beside` of these where the micro-batch still holds the others; gradients that are sent back
-    take `returned`, those that come `back`.
+    or its half I (`halved`) take so many bytes at most, what the micro-batch holds included, and the `first` backward, or half
+    (`first_half`), with the gradients that it makes; the half W takes `weights` beside what is deferred. What arrives for a
+    micro-batch takes `received` bytes and what is sent `sent`, `beside` of these where the micro-batch still holds the others;
+    gradients that are sent back take `returned`, those that come `back`.
     """
 
     running: Bytes
@@ -42,6 +44,7 @@ class StageMemory:
     backward: Bytes
     first: Bytes
     halved: Bytes
+    first_half: Bytes
     weights: Bytes
     received: Bytes
     returned: Bytes
@@ -78,4 +81,23 @@ def deferred_products(program: Program) -> Iterator[tuple[int, Op, str]]:
             yield place, op, later[op.name][0]
 
 
-__all__ = ["StageMemory", "deferred_products", "moments_of"]
+def deferred_weights(program: Program) -> frozenset[str]:
+    """The weights, and the views and copies of them, whose gradients the halves W make: what only products read."""
+    later, known, readers = deferrable(program), weights(program), defaultdict[str, list[Op]](list)
+    for op in program.ops:
+        for name in op.operands:
+            readers[name].append(op)
+
+    def waits(name: str) -> bool:
+        return all(made_later(op, name) for op in readers[name])
+
+    def made_later(op: Op, name: str) -> bool:
+        if op.name in later:
+            return later[op.name][1] == name  # and not as its bias
+        derived = [result.name for result in op.results if result.name in known]
+        return bool(derived) and all(map(waits, derived))
+
+    return frozenset(name for name in known if readers[name] and waits(name))
+
+
+__all__ = ["StageMemory", "deferred_products", "deferred_weights", "moments_of"]

@@ -37,7 +37,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, elements
 from autopar.memory.gradients import Gradients
-from autopar.memory.in_flight import StageMemory, deferred_products, moments_of
+from autopar.memory.in_flight import StageMemory, deferred_products, deferred_weights, moments_of
 from autopar.memory.prefetch import Node
 from autopar.memory.rematerialization import Rematerialization
 from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, Step, at
@@ -222,14 +222,19 @@ class _Step:
     def memory(self) -> StageMemory:
         """What the stage holds, whatever its schedule."""
         analysis, step, turn = self.of.analysis, self.of.analysis.step, self.n
-        begun = [*self.values, *self.of.gradients.lives(self.chosen, self.schedule, first=True)]
-        own, halved, first = (_by_moment(lives, self.n) for lives in (self.own, [*self.own, *self.deferred], begun))
+        later, begun = deferred_weights(self.program), list(self.of.gradients.lives(self.chosen, self.schedule, first=True))
+        first_half = [*self.values, *(life for life in begun if life.name not in later), *self.deferred]
+        curves = self.own, [*self.own, *self.deferred], [*self.values, *begun], first_half
+        own, halved, first, begun_half = (_by_moment(lives, self.n) for lives in curves)
         there = {kind: Counter[str]() for kind in ("stored", "gradient", "converted")}  # the whole step
         for life in self.own:
             if life.kind in there and life.start == 0 and life.stop >= self.schedule.end - 1:
                 there[life.kind][life.name] += life.bytes
         passing = [
-            life for life in self.own if life.kind in ("transient", "flowing", "flight") and life.name in analysis.weights
+            life
+            for life in self.own
+            if life.name in analysis.weights
+            and (life.kind in ("transient", "flowing", "flight") or (life.kind == "gradient" and life.start > 0))
         ]
         resident = sum(held.total() for held in there.values())
         names = [value.name for value in self.program.given if value.name not in step.received]
@@ -251,6 +256,7 @@ class _Step:
             backward=_most(own[turn:-1]) - resident,
             first=_most(first[turn:-1]) - resident + there["gradient"].total(),
             halved=_most(halved[turn:-1]) - resident,
+            first_half=_most(begun_half[turn:-1]) - resident + there["gradient"].total(),
             weights=_most(_by_moment(passing, turn)[turn:-1]) if passing else 0,
             received=sum(parts[name] for name in step.received),
             returned=sum(parts[name] for name in step.received if name in analysis.backward),

@@ -112,7 +112,7 @@ class _Rank:
             case ActionKind.BACKWARD:
                 return memory.backward if trained else memory.first
             case ActionKind.BACKWARD_INPUT:
-                return memory.halved + (0 if trained else sum(memory.gradients))
+                return memory.halved if trained else memory.first_half
             case _:
                 return memory.weights
 

@@ -66,8 +66,7 @@ def logged(schedule: PipelineSchedule, rank: int, stages: Sequence[HeldStage]) -
                     alive["out of held", s, k] = memory.sent - memory.beside
                 alive["runs"] = memory.halved if kind == ActionKind.BACKWARD_INPUT else memory.backward
                 if new:
-                    added = sum(memory.gradients)
-                    alive["runs"] = memory.first if kind == ActionKind.BACKWARD else memory.halved + added
+                    alive["runs"] = memory.first if kind == ActionKind.BACKWARD else memory.first_half
             case ActionKind.BACKWARD_WEIGHT:
                 alive["runs"] = memory.weights
         if kind not in COMPUTING:
