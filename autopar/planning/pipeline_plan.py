@@ -75,7 +75,8 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     """
     stages, rooms, floors = planner.planned(steps, cut, alone=True), list[Bytes](), dict[int, Bytes]()
     refused: BudgetError | None = None
-    for _ in range(ROUNDS):
+    full = 0
+    while full < ROUNDS:
         try:
             made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below)))
         except StageBudgetError as error:
@@ -90,6 +91,7 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
             if max(memory) <= planner.limit:
                 return replace(made, memory=memory)
             refused, rooms = _too_full(made, memory, planner.limit), _rooms(made, memory, planner.limit, rooms)
+            full += 1
         stages = planner.planned(steps, cut, rooms=rooms, floors=floors)
     assert refused is not None, "a round that ends refuses its plan"
     raise refused

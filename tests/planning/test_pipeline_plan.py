@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, BudgetError, ConstraintError, InputErro
 from autopar.plan.plan import Plan
 from autopar.plan.stages import read_pipeline
 from autopar.planning.planner import read_program
-from tests.support import models, pipeline_checkpoints
+from tests.support import models, pipeline_checkpoints, pipelines
 from tests.support.golden import Golden
 
 MESH = {"pp": 2, "dp": 2}
@@ -363,3 +363,15 @@ def test_a_module_of_one_rank_says_what_it_does_not_do() -> None:
     autopar.initialize(parallel, model)  # nothing of it is on meta
     with pytest.raises(InputError, match="a module of a pipeline cannot be copied"):
         copy.deepcopy(parallel)
+
+
+def test_stages_of_one_rank_fit_where_their_smallest_peaks_together_do_not() -> None:
+    """Those come at different times. Each stage is given what it needs at least, one after the other."""
+    model, sample = pipelines.gpt2(4, n_layer=4)
+    how = {"pipeline": "pp", "stages": 4, "schedule": "interleaved", "microbatches": 4, "device": "h100"}
+    plan = autopar.plan(model, sample, {"pp": 2}, budget=4_600_000, **how)
+    assert plan.pipeline is not None
+    own = [sum(stage.peak_memory for stage in plan.stages[rank::2]) for rank in range(2)]
+    assert max(plan.pipeline.memory) <= 4_600_000 < min(own)
+    again = autopar.plan(model, sample, {"pp": 2}, budget=max(plan.pipeline.memory), **how)
+    assert again.step_time == plan.step_time
