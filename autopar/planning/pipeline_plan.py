@@ -73,10 +73,10 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     that are planned say that the step takes `below` seconds or longer; TimeLimitError between two stages at the deadline, where
     a step of `below` is known.
     """
-    stages, rooms, floors = planner.planned(steps, cut, alone=True), list[Bytes](), dict[int, Bytes]()
+    rooms, floors, full = list[Bytes](), dict[int, Bytes](), 0
     refused: BudgetError | None = None
-    full = 0
     while full < ROUNDS:
+        stages = planner.planned(steps, cut, alone=refused is None, rooms=rooms, floors=floors)
         try:
             made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below)))
         except StageBudgetError as error:
@@ -92,7 +92,6 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
                 return replace(made, memory=memory)
             refused, rooms = _too_full(made, memory, planner.limit), _rooms(made, memory, planner.limit, rooms)
             full += 1
-        stages = planner.planned(steps, cut, rooms=rooms, floors=floors)
     assert refused is not None, "a round that ends refuses its plan"
     raise refused
 

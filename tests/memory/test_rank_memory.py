@@ -13,7 +13,7 @@ from autopar.memory.in_flight import StageMemory
 from autopar.memory.rank_memory import HeldStage, rank_peaks
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import named
-from autopar.pipeline.schedule import COMPUTING, ActionKind, PipelineSchedule
+from autopar.pipeline.schedule import COMPUTING, Action, ActionKind, PipelineSchedule
 from autopar.pipeline.transfers import with_messages
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]
@@ -73,27 +73,33 @@ def logged(schedule: PipelineSchedule, rank: int, stages: Sequence[HeldStage]) -
             continue
         peak = max(peak, sum(alive.values()))
         del alive["runs"]
-        if kind == ActionKind.FORWARD:
-            alive["held", s, k] = memory.held
-            if s + 1 in own:
-                alive["in", s + 1, k] = stages[s + 1].memory.received
-            elif s + 1 < schedule.stages:
-                alive["out", s, k] = memory.beside
-            continue
-        for name, size in zip(stages[s].names, memory.gradients, strict=True):
-            alive["gradient", name] = size
-        if kind == ActionKind.BACKWARD_WEIGHT:
-            del alive["deferred", s, k]
-            continue
-        if kind == ActionKind.BACKWARD_INPUT:
-            alive["deferred", s, k] = memory.deferred
-        if s - 1 in own:
-            alive["back", s - 1, k] = stages[s - 1].memory.back
-        elif s:
-            alive["returned", s, k] = memory.returned
+        leave(alive, action, own, stages)
     stepped = {name: size for s in own for name, size in zip(stages[s].names, stages[s].memory.stepped, strict=True)}
     assert not [name for name in alive if isinstance(name, tuple) and name[0] not in ("stored", "gradient", "gathered")]
     return max(peak, sum(alive.values()) + scratch([*stepped.values()]))
+
+
+def leave(alive: dict[object, Bytes], action: Action, own: Sequence[int], stages: Sequence[HeldStage]) -> None:
+    """Allocate what an action that computes leaves on a rank with these stages of its own, and free what it alone needed."""
+    s, k, memory, kind = action.stage, action.microbatch, stages[action.stage].memory, action.kind
+    if kind == ActionKind.FORWARD:
+        alive["held", s, k] = memory.held
+        if s + 1 in own:
+            alive["in", s + 1, k] = stages[s + 1].memory.received
+        elif s + 1 < len(stages):
+            alive["out", s, k] = memory.beside
+        return
+    for name, size in zip(stages[s].names, memory.gradients, strict=True):
+        alive["gradient", name] = size
+    if kind == ActionKind.BACKWARD_WEIGHT:
+        del alive["deferred", s, k]
+        return
+    if kind == ActionKind.BACKWARD_INPUT:
+        alive["deferred", s, k] = memory.deferred
+    if s - 1 in own:
+        alive["back", s - 1, k] = stages[s - 1].memory.back
+    elif s:
+        alive["returned", s, k] = memory.returned
 
 
 @pytest.mark.parametrize("name, chunks", SCHEDULES)
