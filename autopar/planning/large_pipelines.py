@@ -27,7 +27,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import rooms
-from autopar.pipeline.clock import Clock
+from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.optimize import analysed, least_price
@@ -53,6 +53,7 @@ class LargePipelineSearch(PipelineTrials):
         self._full: float = FULL
         self._hoped: list[Hope] = []  # what 1f1b may take
         self._swept: list[Hope] = []  # and what it takes
+        self._alike: dict[tuple[PipelineAxis, int, int], Sequence[StageSeconds]] = {}  # by micro-batches and number of stages
         self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # without stages, by micro-batches
 
     def both(self, mesh: Mesh) -> None:
@@ -164,11 +165,12 @@ class LargePipelineSearch(PipelineTrials):
         return promises
 
     def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
-        """What a step may take by another schedule than the first, by what is hoped for of its stages."""
+        """What a step may take by another schedule than the first, by what is hoped for of its stages, or what as many take."""
         schedule, stages = way
         cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
         cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
-        return one.by(cut.schedule, cuts.shares(cut.starts))
+        alike = self._alike.get((one.over, one.runs, cut.schedule.stages), one.stages)
+        return replace(one, stages=alike).by(cut.schedule, cuts.shares(cut.starts))
 
     def _refine(self) -> None:
         """Try all schedules where 1f1b was fastest."""
@@ -180,8 +182,10 @@ class LargePipelineSearch(PipelineTrials):
         the first one or by all; infinite where it may be faster."""
         shares = self.cuts(over, steps.step.microbatches).shares(cut.starts)
         for known in (partial(guessed, shares=shares), hoped) if self.seconds < math.inf else ():
-            least = Clock(cut.schedule).seconds(known(steps, cut, planner=over.planner))
-            if least >= self.seconds:
+            stages = known(steps, cut, planner=over.planner)
+            if known is hoped:
+                self._alike[over, steps.step.microbatches, cut.schedule.stages] = stages
+            if (least := Clock(cut.schedule).seconds(stages)) >= self.seconds:
                 self.fared["slower with one micro-batch in flight"] += 1
                 return least
         return math.inf

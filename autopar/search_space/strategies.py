@@ -41,11 +41,12 @@ class StrategyConstraints:
 
     `patterns` limits the layouts in which values are produced or stored, `input_layouts` gives inputs that are sliced on
     arrival. Weights are not gathered on `no_gather_axes`, and used unsplit on `whole_axes`. Other values are neither gathered
-    nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, what a stage receives,
-    and what an op needs whole; those `scattered` are not all-reduced on `no_gather_axes`. On `split_axes` weights are stored
-    split and ops do a part of the work, if they can, on the first of them before the others. `invariant`: everything is I.
-    Gathered weights are dropped after their use and gathered again for the backward (`reshard_after_forward`), or kept until
-    then (`keep_gathered`); else the solver decides. They are gathered `once` for all micro-batches, or in each.
+    nor exchanged on `data_axes` (which makes data parallelism), except those in `may_gather`: outputs, what a stage receives
+    split otherwise than by samples, and what an op needs whole; those `scattered` are not all-reduced on `no_gather_axes`. On
+    `split_axes` weights are stored split and ops do a part of the work, if they can, on the first of them before the others.
+    `invariant`: everything is I. Gathered weights are dropped after their use and gathered again for the backward
+    (`reshard_after_forward`), or kept until then (`keep_gathered`); else the solver decides. They are gathered `once` for all
+    micro-batches, or in each.
     """
 
     patterns: Mapping[str, LayoutPattern] = field(default_factory=dict)
@@ -127,6 +128,7 @@ def _of_scheme(
     last = count - scheme.tensor
     data, shards, tensor = range(last), range(scheme.copies, last) if scheme.sharded else range(0), range(last, count)
     taken = _batch(step, mesh, strategy, data)
+    samples = {*taken, *(value.name for value in program.inputs if _of_samples(step, value))}
     parts = [1] if scheme.open else [mesh.sizes[axis] for axis in tensor]
     products = _multiplied(program, weights, fits, parts) if scheme.tensor and not scheme.open else frozenset[str]()
     between, scattered = split_between_blocks(program, mesh, strategy, scheme) if scheme.between else ({}, frozenset[str]())
@@ -137,13 +139,13 @@ def _of_scheme(
             fix="another size of the last axis, or a strategy without tensor parallelism",
         )
     split_axes = {name: (*(tensor if name in products else []), *(shards if scheme.tensor else [])) for name in weights}
-    ends = frozenset((*step.received, *(output.value for output in program.outputs)))  # any layout may arrive
+    ends = frozenset() if step.sends else frozenset(output.value for output in program.outputs)
     split_axes |= {op.name: tuple(tensor) for op in program.ops if scattered.issuperset(result.name for result in op.results)}
     return StrategyConstraints(
         patterns={**_stored(step, mesh, scheme, weights, shards), **between, **patterns},
         input_layouts={**taken, **sliced},
         weights=frozenset((*weights, *copies(program))),
-        may_gather=ends | _wanted_whole(program, fits) | _compared(program, fits, taken),
+        may_gather=ends | _split_otherwise(step, data) | _wanted_whole(program, fits) | _compared(program, fits, samples),
         data_axes=frozenset(data),
         no_gather_axes=frozenset(() if scheme.open else tensor),
         whole_axes=frozenset(() if strategy == "megatron" else data),
@@ -211,6 +213,22 @@ def _batch(step: TrainingStep, mesh: Mesh, strategy: str, axes: range) -> dict[s
             fix=f"{fewer}a global batch that is a multiple of {parts * step.microbatches}, or strategy='auto'",
         )
     return {value.name: _nested(0, batch, mesh, axes) for value in inputs if value.shape and value.shape[0] == batch}
+
+
+def _of_samples(step: TrainingStep, value: Value) -> bool:
+    """Whether a stage receives this value with the batch as dim 0."""
+    return step.stage is not None and value.name in step.received and value.shape[:1] == (step.stage.batch,)
+
+
+def _split_otherwise(step: TrainingStep, axes: range) -> frozenset[str]:
+    """What a stage receives split otherwise than by samples over one of these axes: the one before it had it whole there, as
+    batch norm leaves it, and sent a part."""
+    found = set[str]()
+    for value in step.program.inputs:
+        states = [step.received[value.name][axis] for axis in axes] if value.name in step.received else []
+        if any(state != I and not (_of_samples(step, value) and state.kind == "S" and state.dim == 0) for state in states):
+            found.add(value.name)
+    return frozenset(found)
 
 
 def targets(program: Program) -> Iterator[tuple[str, str]]:
@@ -285,7 +303,7 @@ def _wanted_whole(program: Program, fits: Mapping[str, OpSharding | None]) -> se
     return found
 
 
-def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Mapping[str, Layout]) -> set[str]:
+def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Iterable[str]) -> set[str]:
     """The values with which an op compares samples of the batch: it has them along two factors, as a contrastive loss has, or
     along one that it needs whole."""
     found: set[str] = set()

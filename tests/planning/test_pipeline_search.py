@@ -120,18 +120,41 @@ def test_no_pipeline_that_can_be_forced_is_faster(
     [
         ((2,), {"budget": "12MiB"}),
         pytest.param((4,), {}, marks=pytest.mark.thorough),
-        pytest.param((2, 2), {"strategy": "fsdp"}, marks=pytest.mark.thorough),
+        pytest.param((2, 2), {"strategy": "fsdp", "microbatches": 4}, marks=pytest.mark.thorough),
     ],
 )
 def test_a_large_program_is_not_searched_to_the_end_and_has_the_same_plan(
     monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    whole = plan(blocks(), mesh, pipeline="auto", **options)
-    monkeypatch.setattr(pipeline_search, "LARGE", 0)
-    found = plan(blocks(), mesh, pipeline="auto", **options)
+    whole, found = searched(monkeypatch, mesh, options)
     assert found.step_time == pytest.approx(whole.step_time, rel=1e-9)
     assert (found.microbatches, found.sizes, found.pipeline) == (whole.microbatches, whole.sizes, whole.pipeline)
     assert "slower as guessed from a first stage" in found.searched
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_data_parallelism_splits_samples_in_every_stage(strategy: str) -> None:
+    """A later stage may not gather what it receives and compute with all samples, though that is faster over slow links."""
+    asked = {"strategy": strategy, "microbatches": 2, "stages": 4, "schedule": "interleaved"}
+    made = plan(blocks(), (2, 2), pipeline="axis0", **asked)
+    layouts = [stage.layouts for stage in made.stages]
+    assert {found[name] for found in layouts for name in found if "linear#" in name or "gelu#" in name} == {"S(0)"}
+
+
+@pytest.mark.thorough
+def test_a_large_program_is_guessed_without_what_short_stages_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interleaved stages of one block gather nothing again for the backward; those by which they are guessed have three."""
+    whole, found = searched(monkeypatch, (2, 2), {"strategy": "fsdp"})
+    assert whole.pipeline is not None
+    assert whole.pipeline.schedule == "interleaved"
+    assert whole.step_time < found.step_time < 1.07 * whole.step_time
+
+
+def searched(monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], options: dict[str, Any]) -> tuple[Plan, Plan]:
+    """The plan searched to the end, and that of the search for large programs."""
+    whole = plan(blocks(), mesh, pipeline="auto", **options)
+    monkeypatch.setattr(pipeline_search, "LARGE", 0)
+    return whole, plan(blocks(), mesh, pipeline="auto", **options)
 
 
 def test_at_the_time_limit_a_large_program_has_a_plan_after_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
