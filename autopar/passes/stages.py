@@ -25,13 +25,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.analysis.fits import fit_of
-from autopar.analysis.recomputability import is_random
-from autopar.analysis.regions import regions
-from autopar.analysis.weights import weights
 from autopar.errors import ConstraintError
 from autopar.ir.program import Op, Output, Parameter, Program
 from autopar.operators import writes
+from autopar.passes.stage_regions import made_again, stage_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,7 @@ def cut(program: Program, starts: Sequence[int]) -> tuple[Stage, ...]:
 
     Raises ConstraintError for starts that are not, and where a buffer that one stage writes is read by another.
     """
-    ends = regions(program)
+    ends = stage_regions(program)
     number = {end: n for n, end in enumerate(dict.fromkeys(ends))}
     if list(starts) != sorted(set(starts)) or list(starts[:1]) != [0] or starts[-1] >= len(number):
         raise ConstraintError(
@@ -156,26 +153,4 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def made_again(program: Program) -> frozenset[str]:
-    """The ops that a stage runs for itself if it needs them: their results are not sent.
-
-    They make views and casts of parameters, or depend on inputs and buffers alone, draw and write nothing and have no gradient.
-    All of the latter are, whatever they cost: what reads no parameter is masks, positions and counts, made of inputs in less
-    time than a message takes.
-    """
-    derived, found = weights(program), set()
-    written = {name for op in program.ops for name in writes(op)}
-    certain = {value.name for value in program.inputs if not value.requires_grad}
-    certain |= {held.value.name for held in program.buffers if held.value.name not in written}
-    for op in program.ops:
-        if op.operands and derived.issuperset(result.name for result in op.results):
-            found.add(op.name)
-        elif certain.issuperset(op.operands) and not (
-            op.requires_grad or writes(op) or is_random(op, fit_of(program, op.name))
-        ):
-            found.add(op.name)
-            certain.update(result.name for result in op.results)
-    return frozenset(found)
-
-
-__all__ = ["Stage", "cut", "made_again", "shared_parameters"]
+__all__ = ["Stage", "cut", "shared_parameters"]

@@ -268,7 +268,7 @@ class _Search:
             first, last, step = moves[0]
             moves, tried = [*moves[1:], moves[0]], tried + 1
             moved = (*best[1][:first], *(cut + step for cut in best[1][first:last]), *best[1][last:])
-            if self._feasible(moved) and (near := (self._time(moved), moved)) < best:
+            if self._feasible(moved) and self._ranks(moved) < best[0] and (near := (self._time(moved), moved)) < best:
                 best, tried = near, 0
         return best
 

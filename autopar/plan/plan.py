@@ -33,7 +33,7 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.tables import tables
 from autopar.plan.text import plain
 
-VERSION = 11
+VERSION = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

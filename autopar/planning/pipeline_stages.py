@@ -14,7 +14,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.analysis.fits import fit_of
 from autopar.analysis.fusion import fused
@@ -26,17 +26,18 @@ from autopar.formulation.prices import Prices, op_seconds
 from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
-from autopar.passes.stages import made_again
+from autopar.passes.stage_regions import made_again, stage_regions
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import CHUNKS, named
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import partition
+from autopar.pipeline.stage_search import StagePartition, partition
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.schedule_file import fitting, is_file
 from autopar.search_space.candidates import INVARIANT, candidate
 
 STEADY = 4  # micro-batches for each rank, after which their actions repeat
+WORTH = 1e-2  # of a step, that cuts within blocks are to save by rough prices
 NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and actions that the clock times for it
 
 
@@ -142,7 +143,7 @@ class _Regions:
 
     def __init__(self, program: Program, device: Device) -> None:
         self.program, self.again = program, made_again(program)
-        self.firsts = [0, *(end + 1 for end in dict.fromkeys(regions(program)))][:-1]
+        self.firsts = [0, *(end + 1 for end in dict.fromkeys(stage_regions(program)))][:-1]
         self._compiled = fused(program) if device.compiled else program  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
         self._balanced: dict[PipelineSchedule, tuple[int, ...]] = {}
@@ -173,7 +174,7 @@ class _Regions:
                 if self.again.issuperset(before):
                     return region
         known = [module for module, region in sorted(begins.items(), key=lambda one: one[1]) if module and region]
-        fix = "a module at which a repeated block begins, as above" if known else "how many stages: blocks begin in no module"
+        fix = "a module at which a stage can begin, as above" if known else "how many stages: regions begin in no module"
         raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)
 
     def balanced(self, schedule: PipelineSchedule) -> tuple[int, ...]:
@@ -188,8 +189,20 @@ class _Regions:
         return [(before[stop] - before[start]) / before[-1] for start, stop in itertools.pairwise((*starts, len(before) - 1))]
 
     def _searched(self, schedule: PipelineSchedule) -> tuple[int, ...]:
-        """The best parts; where a rank has one, such that it reads a parameter if there are any: optimizers want some."""
-        seconds, read = self._seconds, self._parameters
+        """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
+        last, ends = len(self.firsts), {end + 1 for end in regions(self.program)}
+        blocks = [region for region, first in enumerate(self.firsts) if not region or first in ends]
+        within = self._best(schedule, range(last + 1))
+        if len(blocks) < schedule.stages or len(blocks) == last:
+            return within.cuts[:-1]
+        between = self._best(schedule, [*blocks, last])
+        found = within if within.seconds < (1 - WORTH) * between.seconds else between
+        return found.cuts[:-1]
+
+    def _best(self, schedule: PipelineSchedule, places: Sequence[int]) -> StagePartition:
+        """The best of the cuts at these regions; where a rank has one stage, such that it reads a parameter if there are any:
+        optimizers want some."""
+        seconds, read = [self._seconds[place] for place in places], [self._parameters[place] for place in places]
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
@@ -201,7 +214,7 @@ class _Regions:
         search = functools.partial(
             partition,
             schedule,
-            len(self.firsts),
+            len(places) - 1,
             nodes=NODES,
             simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
             start=_even([sum(both) for both in seconds], schedule.stages),
@@ -209,7 +222,7 @@ class _Regions:
         found = search(price=stored) if schedule.stages == len(schedule.ranks) else None
         found = found or search(price=price)
         assert found is not None, "there are as many regions as stages, and every stage has a price"
-        return found.cuts[:-1]
+        return replace(found, cuts=tuple(places[cut] for cut in found.cuts))
 
     @functools.cached_property
     def _parameters(self) -> list[int]:

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from glob import escape
 
-from autopar.analysis.regions import regions
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.layout import I, Layout, Shape, text
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes.stages import made_again
+from autopar.passes.stage_regions import made_again, stage_regions
 from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -114,7 +113,7 @@ def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
     """The regions of another program in which the stages of a plan begin: the first with an operator of the stage."""
     again = made_again(program)
     place = {op.name: number for number, stage in enumerate(found.stages) for op in stage.program.ops if op.name not in again}
-    ends = regions(program)
+    ends = stage_regions(program)
     numbers = {end: number for number, end in enumerate(dict.fromkeys(ends))}
     first: dict[int, int] = {}
     for op, end in zip(program.ops, ends, strict=True):

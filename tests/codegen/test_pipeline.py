@@ -31,6 +31,7 @@ REPEATED = {"recompute": "blocks"}
 further = functools.partial(pytest.param, marks=pytest.mark.thorough)
 CASES = [
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "ddp", "microbatches": 4}, EXACT),
+    ("albert", {"pp": 2}, {"stages": 4, "microbatches": 2}, EXACT),
     further("gpt2", {"tp": 2, "pp": 2}, {"strategy": "megatron", "microbatches": 4, "schedule": "gpipe"}, EXACT),
     further("llama", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "microbatches": 2}, EXACT),
     further("t5", {"pp": 4}, {"microbatches": 4}, EXACT),

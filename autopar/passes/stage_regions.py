@@ -1,0 +1,108 @@
+"""The regions of a program between which it may be cut into pipeline stages.
+
+    h.0: ln attn add | ln mlp add      two regions: between them one value passes, as between blocks
+    h.1: ln attn add | ln mlp add
+
+They are those of `analysis.regions`, which end with blocks, cut further
+
+    before a parameter that the region has read      a module that runs again, as the only layer of ALBERT does
+    between two matrix products                      where no more bytes pass than where the region begins or ends
+
+so that stages are more equal than whole blocks allow: of 32 blocks, and a head that is as dear as one and a half, four ranks
+have about 8 3/8 blocks each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+
+from autopar.analysis.fits import fit_of
+from autopar.analysis.recomputability import is_random
+from autopar.analysis.regions import regions
+from autopar.analysis.weights import weights
+from autopar.ir.mesh import Bytes
+from autopar.ir.program import Program
+from autopar.operators import row_of, writes
+
+
+def stage_regions(program: Program) -> list[int]:
+    """For each op the index of the last op of its region."""
+    ends = frozenset(regions(program))
+    wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends)})
+    passing = _passing(program)
+    narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
+    found = sorted({*wide, *narrow})
+    return [stop - 1 for first, stop in itertools.pairwise(found) for _ in range(first, stop)]
+
+
+def _read_again(program: Program, ends: Collection[int]) -> Iterator[int]:
+    """The ops that read a parameter again in a region, behind two matrix products of it; `ends` has the last op of each."""
+    stored, derived = {held.value.name: held.value.name for held in program.parameters}, weights(program)
+    read, products = set[str](), 0
+    for place, op in enumerate(program.ops):
+        own = {stored[name] for name in op.operands if name in stored}
+        if derived.issuperset(result.name for result in op.results):
+            stored |= {result.name: stored[op.operands[0]] for result in op.results}  # a view or a cast, which reads nothing
+            continue
+        if own & read and products >= 2:
+            yield place
+            read, products = set(), 0
+        read |= own
+        products += row_of(op).contracts
+        if place in ends:
+            read, products = set(), 0
+
+
+def _narrow(program: Program, first: int, stop: int, passing: Sequence[Bytes]) -> Iterator[int]:
+    """The places between two matrix products of these ops where no more bytes pass than where they begin or end, if they do so
+    within the program."""
+    products = [place for place in range(first, stop) if row_of(program.ops[place]).contracts]
+    most = max(passing[place] for place in (first, stop) if place < len(program.ops))
+    for before, after in itertools.pairwise(products):
+        least = min(range(after, before, -1), key=passing.__getitem__)
+        if passing[least] <= most:
+            yield least
+
+
+def _passing(program: Program) -> list[Bytes]:
+    """How many bytes are sent from a stage to the next if that begins with an op, for each of them."""
+    again, last = made_again(program), dict[str, int]()
+    for place, op in enumerate(program.ops):
+        if op.name not in again:
+            last |= dict.fromkeys(op.operands, place)
+    last |= {output.value: len(program.ops) for output in program.outputs}
+    change = [0] * (len(program.ops) + 1)
+    for place, op in enumerate(program.ops):
+        for result in op.results if op.name not in again else ():
+            if (until := last.get(result.name, 0)) > place:
+                size = result.bytes
+                change[place + 1] += size
+                if until < len(program.ops):
+                    change[until + 1] -= size
+    return list(itertools.accumulate(change))
+
+
+def made_again(program: Program) -> frozenset[str]:
+    """The ops that a stage runs for itself if it needs them: their results are not sent.
+
+    They make views and casts of parameters, or depend on inputs and buffers alone, draw and write nothing and have no gradient.
+    All of the latter are, whatever they cost: what reads no parameter is masks, positions and counts, made of inputs in less
+    time than a message takes.
+    """
+    derived, found = weights(program), set()
+    written = {name for op in program.ops for name in writes(op)}
+    certain = {value.name for value in program.inputs if not value.requires_grad}
+    certain |= {held.value.name for held in program.buffers if held.value.name not in written}
+    for op in program.ops:
+        if op.operands and derived.issuperset(result.name for result in op.results):
+            found.add(op.name)
+        elif certain.issuperset(op.operands) and not (
+            op.requires_grad or writes(op) or is_random(op, fit_of(program, op.name))
+        ):
+            found.add(op.name)
+            certain.update(result.name for result in op.results)
+    return frozenset(found)
+
+
+__all__ = ["made_again", "stage_regions"]
