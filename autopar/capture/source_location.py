@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, FunctionType
+from typing import Protocol
 
 import torch
 
@@ -49,6 +52,40 @@ def of_frame(frame: FrameType) -> str:
     while frame.f_back is not None and not _foreign(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+class Stack(Protocol):
+    """What torch's tracer asks of a stack when it makes a node."""
+
+    def summary(self) -> traceback.StackSummary:
+        """Its frames, the outermost first."""
+
+
+class Forwards:
+    """In the place of torch's `CapturedTraceback` while this thread traces: of a stack, the one frame that `from_text` finds.
+
+    torch looks up all frames of the stack, hundreds, for every node, and then keeps those of functions called `forward`.
+    """
+
+    def __init__(self, original: type) -> None:
+        self._original, self._tracing = original, threading.get_ident()
+
+    def extract(self, **asked: bool | int) -> Stack:
+        """The stack of the caller."""
+        if threading.get_ident() != self._tracing:
+            return self._original.extract(**asked)  # type: ignore[attr-defined, no-any-return]
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not (frame.f_code.co_name == "forward" and _foreign(frame.f_code.co_filename)):
+            frame = frame.f_back
+        return _Innermost(frame and traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, "forward", line=""))
+
+
+class _Innermost:
+    def __init__(self, found: traceback.FrameSummary | None) -> None:
+        self._found = found  # no frame: one keeps the model and its tensors alive
+
+    def summary(self) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([self._found] if self._found else [])
 
 
 def caller(function: object, frame: FrameType) -> FrameType:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.capture import source_location
 from autopar.capture.assumptions import NOTHING, Answers, Assumptions
@@ -87,7 +88,13 @@ def trace(
         module.register_forward_pre_hook(spelt, prepend=True, with_kwargs=True),
     ]
     try:
-        with watched(module, answers, values or {}) as made, _quiet(), torch.device("meta"), torch.enable_grad():
+        with (
+            watched(module, answers, values or {}) as made,
+            _quiet(),
+            _use_lazy_graph_module(True),  # no code is written of graphs that nobody runs
+            torch.device("meta"),
+            torch.enable_grad(),
+        ):
             exported = torch.export.export(module, call.args, call.kwargs, strict=False)
     except AutoparError:
         raise

@@ -8,7 +8,8 @@ embeddings are spelt out: `autopar.capture.embedding_bag`.
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
 only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, and the transforms of `torch.func`
-(`autopar.capture.function_transforms`): these are replaced meanwhile, and other threads do not notice.
+(`autopar.capture.function_transforms`): these are replaced meanwhile, as is how torch finds the line that made a node, and
+other threads do not notice.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd import grad_mode
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils._traceback import CapturedTraceback
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import (
@@ -85,6 +87,7 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
         (torch, "autocast", _Autocast),
         (torch.amp, "autocast", _Autocast),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
+        (fx.proxy, "CapturedTraceback", source_location.Forwards(CapturedTraceback)),
         *Transforms().replaced(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +19,7 @@ from autopar.errors import CaptureError
 X = torch.ones(4, 6)
 OWNERS = (
     *(torch, torch.Tensor, torch._C.TensorBase, torch.autograd, torch.autograd.Function, nn.functional),
-    *(nn.utils.rnn, nn.modules.transformer, torch.amp, torch.utils.checkpoint, Distribution, np.random),
+    *(nn.utils.rnn, nn.modules.transformer, torch.amp, torch.utils.checkpoint, torch.fx.proxy, Distribution, np.random),
 )
 
 
@@ -78,17 +79,20 @@ def test_classes_are_not_changed_while_a_model_is_traced() -> None:
     before = contents()
     capture(Does(look), X)
     unseen = ("autocast", "from_numpy", "get_autocast_dtype", "is_autocast_enabled")  # by function modes
-    assert replaced(before, seen[0]) == {f"torch.{name}" for name in unseen} | {"torch.amp.autocast"}
+    others = {"torch.amp.autocast", "torch.fx.proxy.CapturedTraceback"}
+    assert replaced(before, seen[0]) == {f"torch.{name}" for name in unseen} | others
 
 
 def test_another_thread_does_not_notice_that_a_model_is_traced() -> None:
     found: list[object] = []
+    stacks: list[traceback.StackSummary] = []
 
     def load() -> None:
         x = torch.from_numpy(np.ones(2)).requires_grad_()
         x.register_hook(lambda gradient: 2 * gradient)
         x[[0]].sum().backward()
         found.append((x.device.type, x.grad))
+        stacks.append(torch.fx.proxy.CapturedTraceback.extract().summary())
 
     def beside(x: torch.Tensor) -> torch.Tensor:
         thread = threading.Thread(target=load)
@@ -98,6 +102,7 @@ def test_another_thread_does_not_notice_that_a_model_is_traced() -> None:
 
     capture(Does(beside), X)
     assert str(found) == "[('cpu', tensor([2., 0.], dtype=torch.float64))]"
+    assert "load" in [frame.name for frame in stacks[0]]
 
 
 class Reversed(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import capture
+from autopar.capture import capture, source_location
 from autopar.operators import row_of
 from autopar.passes import normalise
 from tests.capture import interpreter
@@ -310,3 +310,14 @@ def test_draws_that_name_no_generator_are_draws() -> None:
     targets = [op.target for op in program.ops if "rand" in op.target]
     assert targets == ["aten.randn.default", "aten.rand.default", "aten.randint.default", "aten.randint.low"]
     assert all(row_of(op).random for op in program.ops if "rand" in op.target)
+
+
+def test_the_line_of_an_op_is_the_one_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(y: torch.Tensor) -> torch.Tensor:
+        return F.gelu(y).square() + checkpoint(F.softplus, y, use_reentrant=False)
+
+    model = nn.Sequential(Does(body), nn.Linear(6, 6), Does(lambda y: F.dropout(y, 0.5)))
+    found = [(op.name, op.source) for op in capture(model, X).program.ops]
+    monkeypatch.setattr(source_location, "Forwards", lambda original: original)
+    assert found == [(op.name, op.source) for op in capture(model, X).program.ops]
+    assert len({source for _, source in found}) > 1
