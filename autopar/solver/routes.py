@@ -98,13 +98,19 @@ class _Trees:
     @functools.cached_property
     def _graph(self) -> nx.DiGraph[int]:
         """The layouts and the arcs between them; made where a layout is not reached without."""
-        edge, allowed = self._edge, slice(None) if self._allowed is None else self._allowed
-        numbers = np.arange(len(edge.seconds))[allowed].tolist()
-        ends = zip(edge.source[allowed].tolist(), edge.target[allowed].tolist(), numbers, strict=True)
-        graph: nx.DiGraph[int] = nx.DiGraph()
-        graph.add_nodes_from(range(edge.nodes))
-        graph.add_edges_from((source, target, {"arc": arc}) for source, target, arc in ends)
-        return graph
+        edge, allowed = self._edge, np.arange(len(self._edge.seconds)) if self._allowed is None else self._allowed
+        return _graph_of(edge.nodes, *(numbers.astype(np.int64).tobytes() for numbers in (edge.source, edge.target, allowed)))
+
+
+@functools.lru_cache(maxsize=32)
+def _graph_of(nodes: int, source: bytes, target: bytes, allowed: bytes) -> nx.DiGraph[int]:
+    """The graph of `allowed` arcs, which is not to be changed: edges of one topology, and other picks of one edge, share it."""
+    arcs = np.frombuffer(allowed, np.int64)
+    ends = (np.frombuffer(numbers, np.int64)[arcs].tolist() for numbers in (source, target))
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(nodes))
+    graph.add_edges_from((*pair, {"arc": arc}) for *pair, arc in zip(*ends, arcs.tolist(), strict=True))
+    return graph
 
 
 def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: list[float]) -> list[int] | None:
