@@ -21,12 +21,11 @@ from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.fixed_charges import fixed_charges
 from autopar.formulation.overlap import Overlap
-from autopar.formulation.overlap_loads import ArcPrices, OverlapLoads
+from autopar.formulation.overlap_loads import STILL, ArcPrices, OverlapLoads
 from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_class_seconds, ties
 from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.conversion import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, Value
 from autopar.search_space.candidates import Candidate, distributed
@@ -36,7 +35,6 @@ from autopar.search_space.reachable import Conversions, reachable
 from autopar.search_space.strategies import StrategyConstraints
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Ints, Problem, Solution, storages
 
-STILL = np.array([forward == "identity" for forward, _ in WAYS.values()])
 UNCONSTRAINED = StrategyConstraints()
 
 

@@ -16,8 +16,11 @@ from autopar.solver.problem import Bools, Floats, Ints
 
 GRADIENT, REGATHER = 0, 1  # places in `Edge.conditional_costs`: gradients on their way back, what is repeated in any case
 BUSY = -1  # in the place of a link: the device itself
-FORWARD = np.array([forward for forward, _ in WAYS.values()])
-BACKWARD = np.array([backward for _, backward in WAYS.values()])
+GATHERED, REDUCED = (  # of every kind of conversion, whether it, or its gradient, travels with those of other weights
+    np.array([ways[phase] in TOGETHER[phase] for ways in WAYS.values()]) for phase in (0, 1)
+)
+FORWARD_CARRIED, BACKWARD_CARRIED = (np.array([ways[phase] in CARRIED for ways in WAYS.values()]) for phase in (0, 1))
+STILL = np.array([forward == "identity" for forward, _ in WAYS.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +91,9 @@ class OverlapLoads:
         self, number: int, members: Sequence[str], pair: Ints, axis: Ints, prices: ArcPrices, *, bucketed: bool
     ) -> ArcPrices:
         """An edge with these members, whose arcs make these conversions on these axes; its prices with the overlap."""
-        forward, backward, name = FORWARD[pair], BACKWARD[pair], members[0]
-        gathers = np.isin(forward, list(TOGETHER[0])) & bucketed
-        reduces = np.isin(backward, list(TOGETHER[1])) & bucketed
-        stays = forward == "identity"
-        carried = np.isin(forward, CARRIED), np.isin(backward, CARRIED)
+        name, stays = members[0], STILL[pair]
+        gathers, reduces = GATHERED[pair] & bucketed, REDUCED[pair] & bucketed
+        carried = FORWARD_CARRIED[pair], BACKWARD_CARRIED[pair]
         here = [self.overlap.value(name, backward=back) for back in (False, True)]
         hidden = self.overlap.shares
 

@@ -18,11 +18,10 @@ from autopar.operators import view_of
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.solver.problem import Bools, Floats
 
-FETCHED = [number for number, pair in enumerate(WAYS) if pair in FETCHES]
-RECONVERTIBLE = [  # what may be converted again but weights: a change of dims takes as much as what it is made from
-    number for number, (forward, _) in enumerate(WAYS.values())
-    if forward in ("all_gather", "all_reduce", "reduce_scatter", "slice")
-]  # fmt: skip
+FETCHED = np.array([pair in FETCHES for pair in WAYS])
+RECONVERTIBLE = np.array(  # what may be converted again but weights: a change of dims takes as much as what it is made from
+    [forward in ("all_gather", "all_reduce", "reduce_scatter", "slice") for forward, _ in WAYS.values()]
+)
 
 
 def rerunnable(analysis: Analysis, policy: RecomputePolicy) -> frozenset[str]:
@@ -44,13 +43,13 @@ def reconvert_seconds(
 
     Of weights those may be repeated after which there is more than before; of frozen ones what is fetched from the host.
     """
-    fetched = np.isin(graph.pair, FETCHED)
+    fetched = FETCHED[graph.pair]
     if not value.requires_grad:
         return np.where(fetched, seconds, np.inf) if weight and fetched.any() else None
     if weight:
         return np.where(graph.elements[graph.target] > graph.elements[graph.source], seconds, np.inf)
     if policy.free:
-        return np.where(np.isin(graph.pair, RECONVERTIBLE), seconds, np.inf)
+        return np.where(RECONVERTIBLE[graph.pair], seconds, np.inf)
     repeated = _repeated(value, graph, policy)
     return np.where(repeated, 0.0, np.inf) if repeated.any() else None
 
@@ -62,8 +61,8 @@ def repeated_seconds(value: Value, graph: LayoutGraph, seconds: Floats, policy: 
 
 def _repeated(value: Value, graph: LayoutGraph, policy: RecomputePolicy) -> Bools:
     """Which conversions of a value the policy repeats."""
-    kinds = [number for number, (forward, _) in enumerate(WAYS.values()) if policy.repeats(value.name, forward)]
-    return np.isin(graph.pair, kinds)
+    kinds = np.array([policy.repeats(value.name, forward) for forward, _ in WAYS.values()])
+    return kinds[graph.pair]
 
 
 __all__ = ["reconvert_seconds", "repeated_seconds", "rerunnable"]
