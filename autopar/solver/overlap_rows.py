@@ -25,6 +25,8 @@ from autopar.solver.problem import Floats, Ints, Problem
 if TYPE_CHECKING:
     from autopar.solver.integer_program import Columns
 
+_LARGEST = 1e8  # what a row is divided by at most: HiGHS drops what is below 1e-9, even the column itself
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionColumns:
@@ -87,7 +89,7 @@ def _less(column: int, terms: Iterable[RowTerm]) -> tuple[Ints, Floats]:
     parts = list(terms)
     columns = np.concatenate([np.array([column]), *(part.columns for part in parts)])
     values = np.concatenate([np.ones(1), *(-part.values for part in parts)])
-    return columns, values / np.abs(values).max()
+    return columns, values / min(np.abs(values).max(), _LARGEST)
 
 
 def _share(columns: Sequence[int], share: float) -> RowTerm:
