@@ -86,7 +86,8 @@ def rens(
         unused |= useless
     integers = program.integers(arcs=True)
     zeros = [np.flatnonzero(unused & integers)]
-    found = _branch(program, settings, settings.rens_nodes, integers, zeros=zeros, start=known).result
+    closer = replace(settings, gap=min(settings.gap, settings.rens_gap))
+    found = _branch(program, closer, settings.rens_nodes, integers, zeros=zeros, start=known).result
     return found and replace(found, bound=max(relaxed.bound, found.bound) if whole else relaxed.bound)
 
 

@@ -22,6 +22,8 @@ def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSetting
     `dive_backtracks`, `dive_iterations` or the deadline.
     """
     solver, values = highs.load(program.block()), relaxed.values
+    if relaxed.basis is not None:
+        solver.setBasis(relaxed.basis)
     made: set[int] = set()
     backtracks, iterations = 0, settings.dive_iterations
     while undecided := [(first, picks) for first, picks in picks_of(program, values) if first not in made]:

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
 from autopar.solver.problem import Edge, FixedCharge, Floats, Ints, Problem
+from autopar.solver.reduced_cost_fixing import Window
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 _NEEDED = 0.999  # of a share: what is used nearly wholly could use more
@@ -41,6 +42,20 @@ class DualBound:
     bound: float
     candidates: list[Floats]
     arcs: list[Floats]
+
+    def raised(self, part: Window, bound: float, candidates: Sequence[Floats], arcs: Sequence[Floats]) -> DualBound:
+        """This bound with the reduced costs that another one has in a part of the problem, where those say more."""
+
+        def larger(costs: Floats, places: Ints, others: Floats) -> Floats:
+            found = costs.copy()
+            found[places] = np.maximum(costs[places], bound - self.bound + others)
+            return found
+
+        return replace(
+            self,
+            candidates=list(map(larger, self.candidates, part.picks, candidates)),
+            arcs=list(map(larger, self.arcs, part.arcs, arcs)),
+        )
 
 
 def dual_ascent(problem: Problem, settings: SearchSettings = DEFAULTS) -> DualBound:

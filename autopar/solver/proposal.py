@@ -7,7 +7,7 @@ one is cheapest where nothing is hidden:
 
     minimise    prices + sum_p,n (1 - beta) ahead[p,n]        without regions: no long rows
 
-in the window of what the law's bound by messages leaves, which is there already: a small part of the time of a search.
+in the window of what the law's bound by messages leaves, and a relaxation with rows where there is one: both are there already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def by_sums(
 
     Args:
         problem: with regions.
-        dual: its bound.
+        dual: its bound, which may know of rows by its reduced costs.
         best: seconds of its best solution.
         beta: seconds that computing loses per second of a message beside it.
         memory: the rows that solutions must not break.

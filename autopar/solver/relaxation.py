@@ -137,7 +137,8 @@ class Relaxation:
                 objective = self._highs.getInfo().objective_function_value / MICROSECONDS
                 if objective >= cutoff:
                     return Relaxed(result=None, bound=cutoff)
-                result = SolverResult(values=highs.values(self._highs), objective=objective, bound=objective)
+                basis = self._highs.getBasis()
+                result = SolverResult(values=highs.values(self._highs), objective=objective, bound=objective, basis=basis)
                 return Relaxed(result=result, bound=objective)
             case Meaning.INFEASIBLE | Meaning.CUT_OFF:
                 return Relaxed(result=None, bound=cutoff)

@@ -67,6 +67,15 @@ class SearchSettings:
     seconds, and 17 presolved; 54,889 of the proof of one 2.5, and 12.8 (pipelines). Searches, too, take a tenth less so, but
     that of GPT-3 on (8, 16, 8), in rows that bind, more than 1.5 times as long."""
 
+    bounded_columns: int = 60_000
+    """Candidates and arcs of a problem from which on, where rows bind, one wide window is relaxed with them, and not the whole
+    without them and narrow windows after it, up to `weighed_columns`: Llama-3 70B on (16, 8), 64,500, takes 4.0 CPU seconds of
+    relaxing, and 12 so; on 512 devices, 61,800, it takes 2.3, and 10.5 (planning, pipelines)."""
+
+    wide_window: float = 0.25
+    """By how much a solution of that window may cost more than the bound by messages, which knows no memory, relative: Llama-3
+    70B costs 8.5% more on (16, 8), and 16.5% on 512 devices."""
+
     steepest_edge_iterations: int = 25_000
     """Simplex iterations by the steepest edge of a program without a basis, after which Devex starts anew (overlap: T5-3B on
     (8, 8) ends after 45,000, which take 119 CPU seconds, and 30 so, 18 of Devex; on three axes the tests' GPT-2 after 20,000, 8
@@ -183,6 +192,10 @@ class SearchSettings:
     ends at the root where it was tried; 2 s of branching on all columns, as it was before, found less (GPT-2 on (2, 4) at
     1.38 GiB: 8.093 ms in 2.2 s, now 8.049 ms in 0.06 s). A small program that does not end at its root found nothing better
     in 100 nodes and 2.4 CPU seconds (GPT-2 on (4,) at 2.75 GiB)."""
+
+    rens_gap: float = 1e-4
+    """Relative gap at which that search stops, in tenths of a second: what it finds is what later searches must beat.
+    Llama-3 70B on 512 devices: 9.1188 s, and 9.1268 at a thousandth (pipelines)."""
 
     small_program: int = 5_000
     """Columns up to which a program with rows is branched on wholly where a dive stays far from its bound. GPT-2 of one layer

@@ -21,7 +21,8 @@ is the one to start from (0 to 1% above the bound on 15 baselines), and the long
 could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. In a large problem regions are
 prices instead (`link_weights`). Where rows bind (`_within_rows`),
 nobody knows what a solution will cost: the whole is relaxed, of a large problem a wide core first, and narrow windows are
-searched until one holds a solution (`_near`). `search.search_rows` is rows to reroute in one of them.
+searched until one holds a solution (`_near`). Where that would be three large relaxations, a wide window is relaxed once, with
+rows (`_at_once`). `search.search_rows` is rows to reroute in one of them.
 The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
 clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
@@ -70,6 +71,7 @@ class Solver:
         self.settings, self._presolved = settings, merge_followers(problem, settings)
         self._core: Core | None = None  # where nothing binds
         self._base: Core | None = None  # where rows bind
+        self._bounded: tuple[Search, float] | None = None  # a wide window with the rows that bind, and its bound
         self._weighed: Weighed | None = None  # where regions are prices there
         self._series = False  # whether a limit was searched before
 
@@ -108,7 +110,11 @@ class Solver:
         if not presolved.problem.regions or self._core is None or self._core.dual is None:
             return None
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), settings)
-        found = by_sums(presolved.problem, self._core.dual, best.seconds, beta, memory, settings)
+        dual = self._core.dual
+        if self._bounded is not None:
+            search, bound = self._bounded
+            dual = dual.raised(search.window, bound, *search.relaxation.reduced_costs())
+        found = by_sums(presolved.problem, dual, best.seconds, beta, memory, settings)
         if found is None:
             return None
         seconds = price(presolved.problem, found.picks, found.arcs, found.recompute)
@@ -169,6 +175,9 @@ class Solver:
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
         """The cheapest solution where rows bind: what is known of the first core says nothing of solutions that are more
         expensive. Of a large problem a wide one is searched first."""
+        at_once = self._at_once(memory, cutoff) if self._base is None else None
+        if at_once is not None:
+            return at_once
         if self._base is None:
             self._base = self._wide(cutoff) or self._everything(cutoff)
             if self._base.relaxed.result is None:
@@ -205,6 +214,27 @@ class Solver:
         found = wide(self._presolved.problem, self._core.dual, self.settings, cutoff)
         return found if found is not None and found.relaxed.result is not None and found.relaxed.bound < found.holds else None
 
+    def _at_once(self, memory: LazyRows, cutoff: float) -> Outcome | None:
+        """The cheapest solution of a problem of many columns, in one window of the bound by messages, wide enough for what rows
+        cost: one relaxation with rows leads to it and bounds it. None if it is far from that, or there is none."""
+        problem, settings, first = self._presolved.problem, self.settings, self._core
+        if not settings.bounded_columns <= self._columns < settings.weighed_columns or first is None or first.dual is None:
+            return None
+        most = min(cutoff, (1 + settings.wide_window) * first.dual.bound)
+        part = window(whole_problem(problem), first.dual.candidates, first.dual.arcs, most - first.dual.bound, 1.0)
+        assert part is not None, "no share is too large"
+        search = Search.of(part, settings, presolve=False)
+        try:
+            found = search_rows(search, memory, most)
+        except TimeLimitError as error:
+            raise TimeLimitError(settings.deadline, first.bound) from error
+        near = (1 + max(settings.window_gap, settings.equal_price)) * found.bound
+        if found.solution is None or found.seconds >= most or found.seconds > near:
+            return None
+        settings.deadline.note_solution()
+        self._bounded = search, found.bound
+        return Outcome(solution=part.expand(found.solution), bound=found.bound, complete=True)
+
     def _everything(self, cutoff: float) -> Core:
         """The core that leaves nothing out."""
         weighed = self._weigh()
@@ -220,10 +250,14 @@ class Solver:
     @property
     def _large(self) -> bool:
         """Whether the whole is too large to be relaxed with all that it has."""
+        return self._columns >= self.settings.weighed_columns
+
+    @property
+    def _columns(self) -> int:
+        """Candidates, and arcs on the way to each consumer."""
         problem = self._presolved.problem
         columns = sum(len(choice.seconds) for choice in problem.choices)
-        columns += sum(len(edge.seconds) * len(edge.consumers) for edge in problem.edges)
-        return columns >= self.settings.weighed_columns
+        return columns + sum(len(edge.seconds) * len(edge.consumers) for edge in problem.edges)
 
     def _proven_by_weights(self, memory: LazyRows, best: Solution, bound: float) -> Outcome:
         """A solution of a large problem without rows, with the bound of its regions as prices, or a better one."""

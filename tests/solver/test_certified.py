@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+import numpy as np
 import pulp
 import pytest
 
-from autopar.solver.core import Core
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.lazy_rows import Excess
 from autopar.solver.matrix import MICROSECONDS
 from autopar.solver.problem import Problem, Row, Solution, price
 from autopar.solver.pulp_export import to_pulp
+from autopar.solver.relaxation import Relaxation
 from autopar.solver.routes import reroute
 from autopar.solver.settings import EXACT, SearchSettings
 from autopar.solver.solve import Solver, solve
@@ -47,8 +49,21 @@ def test_the_optimum_is_found_in_a_wide_core_or_beyond_it(share: float, monkeypa
     settings, found = replace(EXACT, core_windows=(share,), largest_core=1.0, weighed_columns=0), Counter[str]()
     for name in ("_wide", "_everything"):
         monkeypatch.setattr(Solver, name, counted(getattr(Solver, name), found))
-    for seed in range(60):
-        problem = random_problem(seed)
+    certify_lazily([random_problem(seed) for seed in range(60)], settings)
+    assert found["_wide"] > found["_everything"] > 0 if share > 1 else found["_everything"] > 5
+
+
+@pytest.mark.parametrize("share", [0.05, 10.0])
+def test_the_optimum_is_found_in_a_wide_window_with_rows_or_beyond_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, found = replace(EXACT, wide_window=share, bounded_columns=0, window_gap=1.0), Counter[str]()
+    monkeypatch.setattr(Solver, "_at_once", counted(Solver._at_once, found))
+    certify_lazily([with_regions(random_problem(seed), seed) for seed in range(60)], settings)
+    assert found["_at_once"] >= 3 if share > 1 else found["_at_once"] < 3, found
+
+
+def certify_lazily(problems: Sequence[Problem], settings: SearchSettings) -> None:
+    """Solve problems under rows that join once a solution breaks them, and enumerate them."""
+    for seed, problem in enumerate(problems):
         rows = [random_row(problem, 7 * seed + i) for i in range(1 + seed % 2)]
 
         def judge(one: Solution, problem: Problem = problem, rows: list[Row] = rows) -> Iterator[Excess]:
@@ -63,16 +78,18 @@ def test_the_optimum_is_found_in_a_wide_core_or_beyond_it(share: float, monkeypa
             assert solution.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
             assert solution.bound <= solution.seconds * (1 + 1e-6)
             assert not list(judge(solution))
-    assert found["_wide"] > found["_everything"] > 0 if share > 1 else found["_everything"] > 5
 
 
-def counted(method: Callable[..., Core | None], found: Counter[str]) -> Callable[..., Core | None]:
-    """A method that counts the cores that it makes."""
+T = TypeVar("T")
 
-    def made(*arguments: object) -> Core | None:
-        core = method(*arguments)
-        found[method.__name__] += core is not None
-        return core
+
+def counted(method: Callable[..., T | None], found: Counter[str]) -> Callable[..., T | None]:
+    """A method that counts what it makes."""
+
+    def made(*arguments: object) -> T | None:
+        one = method(*arguments)
+        found[method.__name__] += one is not None
+        return one
 
     return made
 
@@ -81,6 +98,20 @@ def counted(method: Callable[..., Core | None], found: Counter[str]) -> Callable
 @pytest.mark.parametrize("seed", range(200))
 def test_the_solver_finds_the_optimum_where_messages_overlap_with_computing(seed: int) -> None:
     certify(with_regions(random_problem(seed), seed), seed)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("seed", range(60))
+def test_where_a_candidate_would_take_days_the_relaxation_is_still_below_the_optimum(seed: int) -> None:
+    """It makes rows of regions so uneven that HiGHS would drop the seconds of a link from its own row."""
+    problem = random_problem(seed)
+    days = np.array([1e6, *np.ones(len(problem.choices[0].seconds))])
+    twice = lambda ends: ends[[0, *range(len(ends))]]  # noqa: E731
+    slow = replace(problem.choices[0], seconds=days * (twice(problem.choices[0].seconds) + 1.0), tie=0.0 * days)
+    edges = tuple(replace(edge, produced=twice(edge.produced)) if edge.producer == 0 else edge for edge in problem.edges)
+    problem = with_regions(replace(problem, choices=(slow, *problem.choices[1:]), edges=edges), seed)
+    best = enumerate_all(problem)
+    assert best is None or Relaxation(IntegerProgram(problem), EXACT).relax().bound <= best * (1 + 1e-6)
 
 
 def test_overlap_decides_some_of_these_problems() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.core import core, whole
-from autopar.solver.dual_ascent import dual_ascent
+from autopar.solver.dual_ascent import DualBound, dual_ascent
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.problem import Problem, price
 from autopar.solver.reduced_cost_fixing import whole_problem, window
@@ -47,7 +47,24 @@ def test_the_bound_is_near_the_relaxation() -> None:
 @pytest.mark.parametrize("seed", SMALL)
 def test_whoever_takes_a_candidate_or_an_arc_pays_its_reduced_cost(seed: int) -> None:
     problem = random_problem(seed)
-    dual = dual_ascent(problem)
+    pays(problem, dual_ascent(problem))
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("seed", SMALL)
+def test_so_it_is_with_the_reduced_costs_of_a_core_where_those_say_more(seed: int) -> None:
+    problem, dual = random_problem(seed), dual_ascent(random_problem(seed))
+    part = whole(problem, EXACT)
+    if part.relaxed.result is None:
+        return
+    raised = dual.raised(part.search.window, part.relaxed.bound, *part.reduced_costs)
+    pays(problem, raised)
+    both = zip((*raised.candidates, *raised.arcs), (*dual.candidates, *dual.arcs), strict=True)
+    assert all((more >= costs).all() for more, costs in both)
+
+
+def pays(problem: Problem, dual: DualBound) -> None:
+    """See that every solution costs its bound and the reduced cost of each part."""
     for picks in itertools.product(*(range(len(c.seconds)) for c in problem.choices)):
         for used in itertools.product(*(without_dead_ends(edge, picks) for edge in problem.edges)):
             most = max(costs[pick] for costs, pick in zip(dual.candidates, picks, strict=True))
