@@ -52,6 +52,10 @@ class Case:
     network: str = "ib-ndr"  # between nodes of H100s
 
 
+# Four whole layers each, as published.
+GPT3_STAGES = [f"transformer.h.{layer}" for layer in range(4, 96, 4)]
+LLAMA70B_STAGES = [f"model.layers.{layer}" for layer in range(4, 80, 4)]
+
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, table 3: GPT-3 175B with tensor
 # parallel 8, pipeline 8, 3 chunks a rank, micro-batches of one sequence. NVIDIA/NeMo, llama3_70b.py of its recipes: tensor 4,
 # pipeline 4, 5 chunks a rank, micro-batches of one sequence, 512 in a batch; its context parallel 2 is left out here.
@@ -65,11 +69,11 @@ CASES = {
             "auto": {"pipeline": "auto"},
             "none": {"microbatches": "auto"},
             "published": {
-                "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": 24, "schedule": "interleaved",
+                "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": GPT3_STAGES, "schedule": "interleaved",
                 "microbatches": 64, "strategy": "megatron",
             },
             "published, free": {
-                "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": 24, "schedule": "interleaved",
+                "mesh": {"pp": 8, "dp": 16, "tp": 8}, "pipeline": "pp", "stages": GPT3_STAGES, "schedule": "interleaved",
                 "microbatches": 64,
             },
         },
@@ -83,7 +87,7 @@ CASES = {
             "auto": {"pipeline": "auto"},
             "none": {"microbatches": "auto"},
             "published": {
-                "mesh": {"pp": 4, "dp": 32, "tp": 4}, "pipeline": "pp", "stages": 20, "schedule": "interleaved",
+                "mesh": {"pp": 4, "dp": 32, "tp": 4}, "pipeline": "pp", "stages": LLAMA70B_STAGES, "schedule": "interleaved",
                 "microbatches": 16, "strategy": "megatron",
             },
         },

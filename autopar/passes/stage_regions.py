@@ -22,18 +22,18 @@ from autopar.analysis.recomputability import is_random
 from autopar.analysis.regions import regions
 from autopar.analysis.weights import weights
 from autopar.ir.mesh import Bytes
-from autopar.ir.program import Program
+from autopar.ir.program import Program, remembered
 from autopar.operators import row_of, writes
 
 
-def stage_regions(program: Program) -> list[int]:
-    """For each op the index of the last op of its region."""
+@remembered
+def stage_starts(program: Program) -> tuple[int, ...]:
+    """The place of the first op of each region. For other sizes they may be others."""
     ends = frozenset(regions(program))
     wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends)})
     passing = _passing(program)
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
-    found = sorted({*wide, *narrow})
-    return [stop - 1 for first, stop in itertools.pairwise(found) for _ in range(first, stop)]
+    return tuple(sorted({*wide[:-1], *narrow}))
 
 
 def _read_again(program: Program, ends: Collection[int]) -> Iterator[int]:
@@ -76,13 +76,13 @@ def _passing(program: Program) -> list[Bytes]:
     for place, op in enumerate(program.ops):
         for result in op.results if op.name not in again else ():
             if (until := last.get(result.name, 0)) > place:
-                size = result.bytes
-                change[place + 1] += size
+                change[place + 1] += result.bytes
                 if until < len(program.ops):
-                    change[until + 1] -= size
+                    change[until + 1] -= result.bytes
     return list(itertools.accumulate(change))
 
 
+@remembered
 def made_again(program: Program) -> frozenset[str]:
     """The ops that a stage runs for itself if it needs them: their results are not sent.
 
@@ -105,4 +105,4 @@ def made_again(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-__all__ = ["made_again", "stage_regions"]
+__all__ = ["made_again", "stage_starts"]

@@ -8,7 +8,7 @@
     c = add(attention(b, m), h)                               output h, b                 output l
     l = linear(c, w)
 
-Cuts are between regions, so that what is recomputed never spans stages. Three kinds of values are needed behind a cut:
+Cuts are between the regions of `passes.stage_regions`. Three kinds of values are needed behind a cut:
 
     made again   views and casts of parameters, and what depends on inputs and buffers alone (masks, positions, counts), as m:
                  each stage that needs them has its own, since inputs are on every rank
@@ -21,14 +21,14 @@ What no operator reads, perhaps only those of evaluation do: the last stage stor
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ConstraintError
 from autopar.ir.program import Op, Output, Parameter, Program
 from autopar.operators import writes
-from autopar.passes.stage_regions import made_again, stage_regions
+from autopar.passes.stage_regions import made_again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,34 +36,30 @@ class Stage:
     """The program of one stage, whose names are those of the whole.
 
     Its inputs are those of the whole that it reads, then what it has `received` from the stage before it. Its outputs are what
-    is `sent` to the stage behind it, under the values' names, or those of the whole in the last stage. Its regions are
-    numbered as in the whole.
+    is `sent` to the stage behind it, under the values' names, or those of the whole in the last stage.
     """
 
     program: Program
     received: tuple[str, ...]
     sent: tuple[str, ...]
-    regions: range
 
 
 def cut(program: Program, starts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of a program that begin at these regions.
+    """The stages of a program that begin with these ops.
 
     Args:
         program: in normal form; of one micro-batch, where a step has several.
-        starts: numbers of regions, increasing, the first one 0.
+        starts: places of ops, increasing, the first one 0.
 
     Raises ConstraintError for starts that are not, and where a buffer that one stage writes is read by another.
     """
-    ends = stage_regions(program)
-    number = {end: n for n, end in enumerate(dict.fromkeys(ends))}
-    if list(starts) != sorted(set(starts)) or list(starts[:1]) != [0] or starts[-1] >= len(number):
+    if list(starts) != sorted(set(starts)) or list(starts[:1]) != [0] or starts[-1] >= len(program.ops):
         raise ConstraintError(
-            f"the stages of a pipeline cannot begin at regions {', '.join(map(str, starts)) or 'none'}",
-            regions=f"{len(number)}, from 0",
-            fix="increasing numbers, the first one 0; at most as many stages as regions",
+            f"the stages of a pipeline cannot begin with operators {', '.join(map(str, starts)) or 'none'}",
+            operators=f"{len(program.ops)}, from 0",
+            fix="increasing numbers, the first one 0",
         )
-    return _Cutter(program, starts, [number[end] for end in ends]).cut()
+    return _Cutter(program, starts).cut()
 
 
 def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
@@ -78,17 +74,12 @@ def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 class _Cutter:
     """`stage_of` holds the stage of each op by name, but not of those that each stage makes again for itself."""
 
-    def __init__(self, program: Program, starts: Sequence[int], region_of: Sequence[int]) -> None:
-        self.program = program
-        self.spans = [range(a, b) for a, b in itertools.pairwise([*starts, region_of[-1] + 1])]
-        self.count = len(self.spans)
-        place = {region: n for n, span in enumerate(self.spans) for region in span}
+    def __init__(self, program: Program, starts: Sequence[int]) -> None:
+        self.program, self.count = program, len(starts)
         again = made_again(program)
         self.stage_of = {
-            op.name: place[region]
-            for op, region in zip(program.ops, region_of, strict=True)
-            if op.name not in again
-        }  # fmt: skip
+            op.name: bisect_right(starts, place) - 1 for place, op in enumerate(program.ops) if op.name not in again
+        }
         run = [op for op in program.ops if op.name in self.stage_of and op.target != "aten.alias.default"]
         self.last = {path: self.stage_of[op.name] for op in run for path in (op.module, *_around(op.module))}
         self.order = {name: n for n, name in enumerate(program.values)}
@@ -125,7 +116,7 @@ class _Cutter:
             buffers=tuple(held for held in self.program.buffers if self._stores(stage, held, needed)),
             outputs=outputs,
         )
-        return Stage(program=program, received=tuple(outside), sent=sent, regions=self.spans[stage])
+        return Stage(program=program, received=tuple(outside), sent=sent)
 
     def _stores(self, stage: int, held: Parameter, needed: set[str]) -> bool:
         if held.used:

@@ -30,9 +30,9 @@ class Crossing:
 class Pipeline:
     """The stages of a plan over the mesh axis `axis`, by a schedule of this name: a line of actions per rank of the axis.
 
-    Stage s begins at region `starts[s]` of the program, in the module `modules[s]`, and takes `seconds[s]`. Parameters that
-    several stages read are `tied`: each of these stages stores them, in one layout. A rank of the axis holds at most its entry
-    of `memory`, which is less than its stages at their own peaks.
+    Stage s begins with the op at `starts[s]` of the program, of the module `modules[s]`, and takes `seconds[s]`. Parameters
+    that several stages read are `tied`: each of these stages stores them, in one layout. A rank of the axis holds at most its
+    entry of `memory`, which is less than its stages at their own peaks.
     """
 
     axis: str

@@ -165,7 +165,7 @@ class LargePipelineSearch(PipelineTrials):
         return promises
 
     def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
-        """What a step may take by another schedule than the first, by what is hoped for of its stages, or what as many take."""
+        """What a step may take by another schedule than the first: by known stages that are as many, or what is hoped for."""
         schedule, stages = way
         cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
         cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)

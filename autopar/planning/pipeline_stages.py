@@ -26,7 +26,7 @@ from autopar.formulation.prices import Prices, op_seconds
 from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
-from autopar.passes.stage_regions import made_again, stage_regions
+from autopar.passes.stage_regions import made_again, stage_starts
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import CHUNKS, named
 from autopar.pipeline.schedule import PipelineSchedule
@@ -43,7 +43,7 @@ NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and ac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The regions at which stages begin, the modules in which these do, and the schedule of the stages."""
+    """The places of the ops with which stages begin, the modules in which these are, and the schedule of the stages."""
 
     starts: tuple[int, ...]
     modules: tuple[str, ...]
@@ -73,13 +73,13 @@ class StageCuts:
         self._steps: dict[tuple[int, ...], StageSteps] = {}
 
     def steps(self, starts: tuple[int, ...]) -> StageSteps:
-        """The steps of the stages that begin at these regions."""
+        """The steps of the stages that begin with these ops."""
         if starts not in self._steps:
             self._steps[starts] = StageSteps(self.step, starts)
         return self._steps[starts]
 
     def shares(self, starts: tuple[int, ...]) -> list[float]:
-        """The parts of the program's seconds, by rough prices, in the stages that begin at these regions."""
+        """The parts of the program's seconds, by rough prices, in the stages that begin with these ops."""
         return self._regions.shares(starts)
 
     def chosen(self, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
@@ -143,17 +143,18 @@ class _Regions:
 
     def __init__(self, program: Program, device: Device) -> None:
         self.program, self.again = program, made_again(program)
-        self.firsts = [0, *(end + 1 for end in dict.fromkeys(stage_regions(program)))][:-1]
+        self.firsts = stage_starts(program)
         self._compiled = fused(program) if device.compiled else program  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
         self._balanced: dict[PipelineSchedule, tuple[int, ...]] = {}
 
-    def module(self, region: int) -> str:
-        """The module in which a region begins."""
-        return self.program.ops[self.firsts[region]].name.partition(":")[0]
+    def module(self, start: int) -> str:
+        """The module of the op at this place."""
+        return self.program.ops[start].name.partition(":")[0]
 
     def starts(self, paths: Sequence[object]) -> tuple[int, ...]:
-        """The region 0, and those that begin with these modules. Raises ConstraintError if there are none such, in order."""
+        """The first op, and those of the regions that begin with these modules. Raises ConstraintError if there are none such,
+        in order."""
         found = [0, *(self._starting(path) for path in paths)]
         for (before, after), path in zip(itertools.pairwise(found), paths, strict=True):
             if after <= before:
@@ -166,14 +167,14 @@ class _Regions:
         return tuple(found)
 
     def _starting(self, path: object) -> int:
-        """The region that begins with a module."""
-        begins = {self.module(region): region for region in reversed(range(len(self.firsts)))}
-        for module, region in begins.items():
+        """The first op of the region that begins with a module."""
+        begins = {self.module(first): first for first in reversed(self.firsts)}
+        for module, first in begins.items():
             if isinstance(path, str) and path and _within(module, path):
-                before = (op.name for op in self.program.ops[: self.firsts[region]] if _within(op.name, path))
+                before = (op.name for op in self.program.ops[:first] if _within(op.name, path))
                 if self.again.issuperset(before):
-                    return region
-        known = [module for module, region in sorted(begins.items(), key=lambda one: one[1]) if module and region]
+                    return first
+        known = [module for module, first in sorted(begins.items(), key=lambda one: one[1]) if module and first]
         fix = "a module at which a stage can begin, as above" if known else "how many stages: regions begin in no module"
         raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)
 
@@ -184,25 +185,25 @@ class _Regions:
         return self._balanced[schedule]
 
     def shares(self, starts: tuple[int, ...]) -> list[float]:
-        """The part of the seconds of one device that each of the stages has which begin at these regions."""
-        before = [sum(both) for both in self._seconds]
-        return [(before[stop] - before[start]) / before[-1] for start, stop in itertools.pairwise((*starts, len(before) - 1))]
+        """The part of the seconds of one device that each of the stages has which begin with these ops."""
+        before = dict(zip((*self.firsts, len(self.program.ops)), map(sum, self._seconds), strict=True))
+        whole = before[len(self.program.ops)]
+        return [(before[stop] - before[start]) / whole for start, stop in itertools.pairwise((*starts, len(self.program.ops)))]
 
     def _searched(self, schedule: PipelineSchedule) -> tuple[int, ...]:
         """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
         last, ends = len(self.firsts), {end + 1 for end in regions(self.program)}
         blocks = [region for region, first in enumerate(self.firsts) if not region or first in ends]
         within = self._best(schedule, range(last + 1))
-        if len(blocks) < schedule.stages or len(blocks) == last:
-            return within.cuts[:-1]
-        between = self._best(schedule, [*blocks, last])
-        found = within if within.seconds < (1 - WORTH) * between.seconds else between
-        return found.cuts[:-1]
+        if schedule.stages <= len(blocks) < last:
+            between = self._best(schedule, [*blocks, last])
+            within = within if within.seconds < (1 - WORTH) * between.seconds else between
+        return tuple(self.firsts[cut] for cut in within.cuts[:-1])
 
-    def _best(self, schedule: PipelineSchedule, places: Sequence[int]) -> StagePartition:
-        """The best of the cuts at these regions; where a rank has one stage, such that it reads a parameter if there are any:
-        optimizers want some."""
-        seconds, read = [self._seconds[place] for place in places], [self._parameters[place] for place in places]
+    def _best(self, schedule: PipelineSchedule, regions: Sequence[int]) -> StagePartition:
+        """The best of the cuts before these regions; where a rank has one stage, such that it reads a parameter if there are
+        any: optimizers want some."""
+        seconds, read = [self._seconds[region] for region in regions], [self._parameters[region] for region in regions]
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
@@ -214,7 +215,7 @@ class _Regions:
         search = functools.partial(
             partition,
             schedule,
-            len(places) - 1,
+            len(regions) - 1,
             nodes=NODES,
             simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
             start=_even([sum(both) for both in seconds], schedule.stages),
@@ -222,7 +223,7 @@ class _Regions:
         found = search(price=stored) if schedule.stages == len(schedule.ranks) else None
         found = found or search(price=price)
         assert found is not None, "there are as many regions as stages, and every stage has a price"
-        return replace(found, cuts=tuple(places[cut] for cut in found.cuts))
+        return replace(found, cuts=tuple(regions[cut] for cut in found.cuts))
 
     @functools.cached_property
     def _parameters(self) -> list[int]:

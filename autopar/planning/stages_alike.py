@@ -6,6 +6,7 @@ stores in the layouts in which it is stored.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from glob import escape
@@ -14,7 +15,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir.layout import I, Layout, Shape, text
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes.stage_regions import made_again, stage_regions
+from autopar.passes.stage_regions import made_again, stage_starts
 from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -110,18 +111,16 @@ def check_stored(found: ResolvedPipeline, other: ResolvedPipeline) -> None:
 
 
 def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
-    """The regions of another program in which the stages of a plan begin: the first with an operator of the stage."""
+    """The places of the ops with which stages begin in another program: with the regions that have their first ops."""
     again = made_again(program)
     place = {op.name: number for number, stage in enumerate(found.stages) for op in stage.program.ops if op.name not in again}
-    ends = stage_regions(program)
-    numbers = {end: number for number, end in enumerate(dict.fromkeys(ends))}
-    first: dict[int, int] = {}
-    for op, end in zip(program.ops, ends, strict=True):
+    starts, first = stage_starts(program), dict[int, int]()
+    for at, op in enumerate(program.ops):
         if op.name in place:
-            first.setdefault(place[op.name], numbers[end])
+            first.setdefault(place[op.name], starts[bisect_right(starts, at) - 1])
     if lost := [stage for stage in range(len(found.stages)) if stage not in first]:
         raise _other(f"it has no operator of stage {lost[0]}")
-    return (0, *(region for stage, region in sorted(first.items()) if stage))
+    return (0, *(start for stage, start in sorted(first.items()) if stage))
 
 
 def _other(why: str) -> PlanError:

@@ -19,6 +19,7 @@ from autopar.formulation.read_solution import assignment
 from autopar.ir.layout import I
 from autopar.ir.training_step import StageMoment
 from autopar.passes.microbatches import microbatches
+from autopar.passes.stage_regions import stage_starts
 from autopar.plan.stages import StageSteps
 from autopar.solver.problem import row_bytes
 from autopar.verify.testing import random_solution
@@ -34,7 +35,8 @@ HALVED = tuple(StageMoment(flights=f, waiting=w, halves=halves) for f, w in COUN
 @functools.cache
 def memory(place: int, flights: int, moments: tuple[StageMoment, ...] = ()) -> MemoryModel:
     """The memory of the first or second stage of a GPT-2."""
-    steps = StageSteps(microbatches(planning.gpt2(16, 128, 256).program, 2), (0, 1))
+    step = microbatches(planning.gpt2(16, 128, 256).program, 2)
+    steps = StageSteps(step, (0, stage_starts(step.program)[2]))
     layouts = dict.fromkeys(steps.stages[1].received, (I,))
     step = steps.made(place, layouts if place else {}, flights)
     assert step.stage is not None

@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.analysis.regions import regions
 from autopar.ir.program import Program
-from autopar.passes.stage_regions import stage_regions
+from autopar.passes.stage_regions import stage_starts
 from autopar.passes.stages import cut
 from autopar.plan.options import Options
 from autopar.planning.planner import read_program
@@ -23,8 +23,7 @@ MODELS = "bert cnn gpt2 llama opt t5 vit".split()
 
 def starts(program: Program) -> list[str]:
     """The module of the op with which each region begins."""
-    firsts = [0, *(end + 1 for end in dict.fromkeys(stage_regions(program)))][:-1]
-    return [program.ops[first].name.partition(":")[0] for first in firsts]
+    return [program.ops[first].name.partition(":")[0] for first in stage_starts(program)]
 
 
 def albert(**options: object) -> Program:
@@ -52,13 +51,13 @@ def test_a_module_that_runs_again_begins_a_region(options: dict[str, str]) -> No
 def test_no_more_is_sent_within_a_block_than_where_it_begins_or_ends(name: str) -> None:
     """As the stages themselves say, of which each has one region."""
     program = models.captured(name).program
-    ends, blocks = list(dict.fromkeys(stage_regions(program))), set(regions(program))
-    assert blocks < set(ends)
-    sent = [sum(program.values[value].bytes for value in stage.sent) for stage in cut(program, range(len(ends)))[:-1]]
-    between = [0, *(place + 1 for place, end in enumerate(ends) if end in blocks)]
+    firsts, blocks = stage_starts(program), {0, *(end + 1 for end in regions(program))}
+    assert blocks - {len(program.ops)} < set(firsts)
+    sent = [sum(program.values[value].bytes for value in stage.sent) for stage in cut(program, firsts)[:-1]]
+    between = [place for place, first in enumerate((*firsts, len(program.ops))) if first in blocks]
     for first, stop in itertools.pairwise(between):
-        outside = [sent[place - 1] for place in (first, stop) if 0 < place < len(ends)]
-        assert all(sent[place] <= max(outside) for place in range(first, stop - 1))
+        outside = [sent[place - 1] for place in (first, stop) if 0 < place < len(firsts)]
+        assert all(sent[place - 1] <= max(outside) for place in range(first + 1, stop))
 
 
 class Halves(nn.Module):
