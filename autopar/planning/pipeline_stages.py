@@ -66,10 +66,11 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
 
 
 class StageCuts:
-    """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device."""
+    """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device; `within`
+    blocks too, or only where these are fewer than stages."""
 
-    def __init__(self, step: TrainingStep, device: Device) -> None:
-        self.step, self._regions = step, _Regions(step.program, device)
+    def __init__(self, step: TrainingStep, device: Device, *, within: bool = True) -> None:
+        self.step, self._regions = step, _Regions(step.program, device, within=within)
         self._steps: dict[tuple[int, ...], StageSteps] = {}
 
     def steps(self, starts: tuple[int, ...]) -> StageSteps:
@@ -141,8 +142,8 @@ def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSched
 class _Regions:
     """The regions of a program; `firsts` has the place of the first op of each, `again` what each stage runs for itself."""
 
-    def __init__(self, program: Program, device: Device) -> None:
-        self.program, self.again = program, made_again(program)
+    def __init__(self, program: Program, device: Device, *, within: bool) -> None:
+        self.program, self.again, self.within = program, made_again(program), within
         self.firsts = stage_starts(program)
         self._compiled = fused(program) if device.compiled else program  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
@@ -194,11 +195,13 @@ class _Regions:
         """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
         last, ends = len(self.firsts), {end + 1 for end in regions(self.program)}
         blocks = [region for region, first in enumerate(self.firsts) if not region or first in ends]
-        within = self._best(schedule, range(last + 1))
-        if schedule.stages <= len(blocks) < last:
-            between = self._best(schedule, [*blocks, last])
-            within = within if within.seconds < (1 - WORTH) * between.seconds else between
-        return tuple(self.firsts[cut] for cut in within.cuts[:-1])
+        if schedule.stages > len(blocks) or len(blocks) == last:
+            found = self._best(schedule, range(last + 1))
+        else:
+            found = self._best(schedule, [*blocks, last])
+            within = self._best(schedule, range(last + 1)) if self.within else found
+            found = within if within.seconds < (1 - WORTH) * found.seconds else found
+        return tuple(self.firsts[cut] for cut in found.cuts[:-1])
 
     def _best(self, schedule: PipelineSchedule, regions: Sequence[int]) -> StagePartition:
         """The best of the cuts before these regions; where a rank has one stage, such that it reads a parameter if there are
