@@ -8,8 +8,8 @@ They are those of `analysis.regions`, which end with blocks, cut further
     before a parameter that the region has read      a module that runs again, as the only layer of ALBERT does
     between two matrix products                      where no more bytes pass than where the region begins or ends
 
-so that stages are more equal than whole blocks allow: of 32 blocks, and a head that is as dear as one and a half, four ranks
-have about 8 3/8 blocks each.
+so that stages are more equal than whole blocks allow: of 32 blocks, and a head that is nearly as dear as two, four ranks have
+about 8 1/2 blocks each.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from autopar.operators import row_of, writes
 def stage_starts(program: Program) -> tuple[int, ...]:
     """The place of the first op of each region. For other sizes they may be others."""
     ends = frozenset(regions(program))
-    wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends)})
     passing = _passing(program)
+    wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing)})
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
     return tuple(sorted({*wide[:-1], *narrow}))
 
 
-def _read_again(program: Program, ends: Collection[int]) -> Iterator[int]:
-    """The ops that read a parameter again in a region, behind two matrix products of it; `ends` has the last op of each."""
+def _read_again(program: Program, ends: Collection[int], passing: Sequence[Bytes]) -> Iterator[int]:
+    """The places before ops that read a parameter again in a region, behind two matrix products of it, the last of which they
+    follow where the fewest bytes pass; `ends` has the last op of each region."""
     stored, derived = {held.value.name: held.value.name for held in program.parameters}, weights(program)
-    read, products = set[str](), 0
+    read, products, behind = set[str](), 0, 0
     for place, op in enumerate(program.ops):
         own = {stored[name] for name in op.operands if name in stored}
         if derived.issuperset(result.name for result in op.results):
             stored |= {result.name: stored[op.operands[0]] for result in op.results}  # a view or a cast, which reads nothing
             continue
         if own & read and products >= 2:
-            yield place
+            yield min(range(place, behind - 1, -1), key=passing.__getitem__)
             read, products = set(), 0
         read |= own
-        products += row_of(op).contracts
+        if row_of(op).contracts:
+            products, behind = products + 1, place + 1
         if place in ends:
             read, products = set(), 0
 

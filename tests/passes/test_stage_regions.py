@@ -18,6 +18,7 @@ from autopar.planning.planner import read_program
 from tests.support import models, pipelines
 
 WIDTH = 4096
+LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 MODELS = "bert cnn gpt2 llama opt t5 vit".split()
 
 
@@ -39,12 +40,31 @@ def test_a_block_is_cut_between_attention_and_feed_forward_layers() -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
-def test_a_module_that_runs_again_begins_a_region(options: dict[str, str]) -> None:
-    """Weights in another dtype are those that they are made of."""
-    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0"
-    found = [name for name in starts(albert(**options)) if name.startswith(layer)]
-    assert [name.removeprefix(layer).split(".")[1] for name in found] == ["attention", "ffn", "attention", "ffn"]
+def test_a_module_that_runs_again_begins_a_region() -> None:
+    found = [name for name in starts(albert()) if name.startswith(LAYER)]
+    assert [name.removeprefix(LAYER).split(".")[1] for name in found] == ["attention", "ffn", "attention", "ffn"]
+
+
+class Again(nn.Module):
+    """One layer that runs three times, within which more passes than where it begins and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.norm(x + self.down(self.up(x).relu()))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_a_call_begins_a_region_where_least_passes(precision: str | None) -> None:
+    """In mixed precision before casts of what the call reads; there weights are casts of parameters."""
+    program = read_program(Again(), torch.randn(4, 8), Options(precision=precision)).program
+    firsts = stage_starts(program)
+    assert [len(stage.sent) for stage in cut(program, firsts)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("name", MODELS)
