@@ -42,6 +42,7 @@ class Relaxation:
         self.bounds_memory = False
         self._per_row = 0.0 if quick else settings.improving_iterations_per_row
         self._solved = False  # with the rows that there are now
+        self._near = True  # whether the last basis is, as far as can be told
         self._loaded: highspy.Highs | None = None
         self._waiting: set[int] = set()  # rows (excess) of the whole that no solution has broken yet
 
@@ -88,8 +89,9 @@ class Relaxation:
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Add memory rows, and with the first of them the columns of what may be recomputed or offloaded.
 
-        A row of a name that is there already is tightened in place: the last basis is near. Otherwise so much is new that
-        presolving beats the last basis, but not in a program that is large before there are any rows.
+        A row of a name that is there already is tightened in place: the last basis is near. Otherwise so much may be new that
+        presolving beats the last basis: with the first rows it does, unless the program is large before there are any; of a
+        large one, some iterations from the last basis say so.
         """
         matrix, first = self.program.matrix, not self.bounds_memory
         columns, first_row = matrix.columns, matrix.rows
@@ -107,12 +109,11 @@ class Relaxation:
                 self._highs.changeRowBounds(tightened.row, -highspy.kHighsInf, tightened.upper)
         if matrix.rows > first_row:
             self._solved = False
-            small = matrix.rows < self.settings.warm_start_rows
-            large = matrix.rows > self.settings.presolve_again_rows
-            if self._loaded is None or (small if first else large):
+            if self._loaded is None or (first and matrix.rows < self.settings.warm_start_rows):
                 self._loaded = None
             else:
                 highs.append(self._highs, self.program.block(columns, first_row))
+                self._near = matrix.rows <= self.settings.presolve_again_rows
 
     def relax(self, cutoff: float = math.inf, *, improving: bool = False, proving: bool = False) -> Relaxed:
         """Solve, below `cutoff` (in seconds, or in the program's unit when it minimises memory).
@@ -124,9 +125,7 @@ class Relaxation:
         improving = improving or cutoff < math.inf
         limit = self.settings.proving_iterations if proving and not improving else self._iterations(improving)
         improving = improving or proving
-        self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-        self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if limit is None else limit)
-        meaning = self._run(improving=improving)
+        meaning = self._started(cutoff, limit, improving=improving)
         while meaning is Meaning.SOLVED and (broken := self._most_broken()) is not None:
             self._highs.changeRowBounds(broken, 0.0, highspy.kHighsInf)
             self._waiting.remove(broken)
@@ -149,6 +148,20 @@ class Relaxation:
             case Meaning.LIMIT:
                 raise SolverError(f"no plan was found in {limit} simplex iterations")
         raise SolverError(f"the relaxation was not solved: {meaning}")
+
+    def _started(self, cutoff: float, limit: int | None, *, improving: bool) -> Meaning:
+        """Solve from the last basis, or presolved where that is so far away that some iterations do not suffice."""
+        near, self._near = self._near, True
+        soon = self.settings.warm_iterations
+        cold = not near and (limit is None or limit > soon)
+        for most in (soon, limit) if cold else (limit,):
+            self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
+            self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if most is None else most)
+            meaning = self._run(improving=improving)
+            if meaning is not Meaning.LIMIT or most == limit:
+                break
+            self._loaded = None
+        return meaning
 
     def _run(self, *, improving: bool) -> Meaning:
         meaning = highs.run(self._highs, self.settings.deadline)

@@ -320,11 +320,11 @@ class Solver:
             base.keep(relaxed)
         enough = settings.window_gap if memory.rows else settings.gap
         if best.seconds > (1 + max(enough, settings.equal_price)) * bound:
-            better = window(search.window, *search.relaxation.reduced_costs(), best.seconds - bound, 1.0)
-            assert better is not None, "no share is too large"
-            found = search_rows(Search.of(better, settings), memory, best.seconds)
+            better = window(search.window, *search.relaxation.reduced_costs(), best.seconds - bound, settings.largest_core)
+            search = search if better is None else Search.of(better, settings)
+            found = search_rows(search, memory, best.seconds)
             bound = max(bound, min(most, found.bound))
             if found.seconds < best.seconds:
                 assert found.solution is not None
-                best = better.expand(found.solution)
+                best = search.window.expand(found.solution)
         return Outcome(solution=best, bound=bound)

@@ -11,7 +11,7 @@ import pytest
 from autopar.solver.lazy_rows import Excess
 from autopar.solver.problem import Problem, Row, Solution, row_bytes
 from autopar.solver.search import Outcome
-from autopar.solver.settings import DEFAULTS, EXACT
+from autopar.solver.settings import DEFAULTS, EXACT, SearchSettings
 from autopar.solver.solve import Solver, solve
 from tests.solver.random_problems import enumerate_all, random_problem, random_row
 from tests.solver.test_recompute import CASES, cheapest, tight_row
@@ -42,11 +42,15 @@ def falling(problem: Problem, row: Row) -> list[Row]:
     return [replace(row, limit=share * used(problem, row, free), constant=0.0) for share in SHARES]
 
 
+FAR = replace(EXACT, warm_start_rows=0, presolve_again_rows=0, warm_iterations=1)  # from hardly any basis is anything near
+
+
 @pytest.mark.one_in(5)
+@pytest.mark.parametrize("settings", [EXACT, FAR], ids=["near", "far"])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_warm_solver_finds_the_optimum_within_every_limit(seed: int) -> None:
+def test_a_warm_solver_finds_the_optimum_within_every_limit(seed: int, settings: SearchSettings) -> None:
     problem = random_problem(seed)
-    solver = Solver(problem, EXACT)
+    solver = Solver(problem, settings)
     for place, row in enumerate(falling(problem, random_row(problem, seed))):
         best, found = enumerate_all(problem, (row,)), answer(solver, problem, row, known=place > 0)
         assert (found.solution is None) == (best is None)
