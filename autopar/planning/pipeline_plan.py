@@ -74,11 +74,12 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     a step of `below` is known.
     """
     rooms, floors, full = list[Bytes](), dict[int, Bytes](), 0
+    alone: list[StageSeconds] = []
     refused: BudgetError | None = None
     while full < ROUNDS:
         stages = planner.planned(steps, cut, alone=refused is None, rooms=rooms, floors=floors)
         try:
-            made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below)))
+            made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below, alone)))
         except StageBudgetError as error:
             refused = error
             if error.never or error.stage in floors or len(cut.starts) == len(cut.schedule.ranks):
@@ -87,6 +88,7 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
         else:
             if made.seconds >= below:
                 return made
+            alone = alone or [stage.seconds for stage in made.stages]
             memory = rank_memory(made, planner)
             if max(memory) <= planner.limit:
                 return replace(made, memory=memory)
@@ -164,14 +166,19 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     return even and Clock(schedule).seconds(parts) >= below
 
 
-def _faster(stages: Iterable[StagePlan], cut: Cut, planner: StagePlanner, below: Seconds) -> Iterator[StagePlan]:
-    """The stages in order, until they take too long, or it takes too long to plan them."""
+def _faster(
+    stages: Iterable[StagePlan], cut: Cut, planner: StagePlanner, below: Seconds, alone: Sequence[StageSeconds]
+) -> Iterator[StagePlan]:
+    """The stages in order, until they take too long, or it takes too long to plan them; where it is known, the others take no
+    less than `alone`."""
     known: list[StageSeconds] = []
     for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)
         known.append(stage.seconds)
-        if (least := least_seconds(cut.schedule, known)) >= below:
+        others = alone[len(known) :]
+        least = Clock(cut.schedule).seconds([*known, *others]) if alone else least_seconds(cut.schedule, known)
+        if least >= below:
             raise SlowerStagesError(least)
         yield stage
 

@@ -66,11 +66,10 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
 
 
 class StageCuts:
-    """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device; `within`
-    blocks too, or only where these are fewer than stages."""
+    """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device."""
 
-    def __init__(self, step: TrainingStep, device: Device, *, within: bool = True) -> None:
-        self.step, self._regions = step, _Regions(step.program, device, within=within)
+    def __init__(self, step: TrainingStep, device: Device) -> None:
+        self.step, self._regions = step, _Regions(step.program, device)
         self._steps: dict[tuple[int, ...], StageSteps] = {}
 
     def steps(self, starts: tuple[int, ...]) -> StageSteps:
@@ -142,8 +141,8 @@ def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSched
 class _Regions:
     """The regions of a program; `firsts` has the place of the first op of each, `again` what each stage runs for itself."""
 
-    def __init__(self, program: Program, device: Device, *, within: bool) -> None:
-        self.program, self.again, self.within = program, made_again(program), within
+    def __init__(self, program: Program, device: Device) -> None:
+        self.program, self.again = program, made_again(program)
         self.firsts = stage_starts(program)
         self._compiled = fused(program) if device.compiled else program  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
@@ -195,18 +194,16 @@ class _Regions:
         """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
         last, ends = len(self.firsts), {end + 1 for end in regions(self.program)}
         blocks = [region for region, first in enumerate(self.firsts) if not region or first in ends]
-        if schedule.stages > len(blocks) or len(blocks) == last:
-            found = self._best(schedule, range(last + 1))
-        else:
-            found = self._best(schedule, [*blocks, last])
-            within = self._best(schedule, range(last + 1)) if self.within else found
-            found = within if within.seconds < (1 - WORTH) * found.seconds else found
-        return tuple(self.firsts[cut] for cut in found.cuts[:-1])
+        within = self._best(schedule, range(last + 1))
+        if schedule.stages <= len(blocks) < last:
+            between = self._best(schedule, [*blocks, last])
+            within = within if within.seconds < (1 - WORTH) * between.seconds else between
+        return tuple(self.firsts[cut] for cut in within.cuts[:-1])
 
-    def _best(self, schedule: PipelineSchedule, regions: Sequence[int]) -> StagePartition:
+    def _best(self, schedule: PipelineSchedule, places: Sequence[int]) -> StagePartition:
         """The best of the cuts before these regions; where a rank has one stage, such that it reads a parameter if there are
         any: optimizers want some."""
-        seconds, read = [self._seconds[region] for region in regions], [self._parameters[region] for region in regions]
+        seconds, read = [self._seconds[region] for region in places], [self._parameters[region] for region in places]
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
@@ -218,7 +215,7 @@ class _Regions:
         search = functools.partial(
             partition,
             schedule,
-            len(regions) - 1,
+            len(places) - 1,
             nodes=NODES,
             simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
             start=_even([sum(both) for both in seconds], schedule.stages),
@@ -226,7 +223,7 @@ class _Regions:
         found = search(price=stored) if schedule.stages == len(schedule.ranks) else None
         found = found or search(price=price)
         assert found is not None, "there are as many regions as stages, and every stage has a price"
-        return replace(found, cuts=tuple(regions[cut] for cut in found.cuts))
+        return replace(found, cuts=tuple(places[cut] for cut in found.cuts))
 
     @functools.cached_property
     def _parameters(self) -> list[int]:

@@ -185,15 +185,8 @@ class PipelineTrials(ABC):
         if known not in self._known_cuts:
             assert mesh.device is not None, "a mesh is planned with its device"
             step = microbatches(self.program, runs)
-            made = padded(step, padding.rooms(step.program, sizes))
-            self._known_cuts[known] = StageCuts(made, mesh.device, within=not self.even or self._single)
+            self._known_cuts[known] = StageCuts(padded(step, padding.rooms(step.program, sizes)), mesh.device)
         return self._known_cuts[known]
-
-    @property
-    def _single(self) -> bool:
-        """Whether no more than one pipeline is asked for, which may have stages that take long to plan: those that begin or
-        end within blocks."""
-        return AUTO not in (self.options.pipeline, self.options.microbatches, self.options.schedule)
 
     @property
     def ended(self) -> bool:

@@ -7,8 +7,9 @@ A stage is solved for one micro-batch in flight first: if all ranks hold their s
 flight, these are the best. Else each stage has a share of its rank's memory: it takes a plan that fits of those that the same
 stage has with more in flight, if that is within `FLIGHTS_GAP`, or is solved with what they all hold in the rows of the memory.
 
-The stages of a rank share its room by need: if all of them fit with what is in flight, in proportion to that; else each has
-what it holds with one micro-batch in flight, and of the rest a part as large as what it holds with all of them beyond that.
+The stages of a rank share its room by what these plans need: if all of them fit with what is in flight, in proportion to that;
+else each has what it holds with one micro-batch in flight, and of the rest a part as large as what it holds with all of them
+beyond that; where they do not fit even so, in proportion to what they hold with one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -174,47 +176,35 @@ class StagePlanner:
 
     def _shares(self, steps: StageSteps, cut: Cut, rooms: Sequence[Bytes]) -> list[_Share]:
         """What each stage may hold of the room of its rank."""
-        schedule, stages = cut.schedule, range(cut.schedule.stages)
-        of_rank = [[stage for stage in stages if schedule.rank_of[stage] == rank] for rank in range(len(rooms))]
-        even = [(rooms[schedule.rank_of[stage]], len(of_rank[schedule.rank_of[stage]])) for stage in stages]
-        shares = [_Share(bytes=max(1, room // count), part=1 / count, room=room) for room, count in even]
-        if len(stages) == len(rooms):
-            return shares
-        try:
-            known = list(self._planned(steps, cut, shares, alone=True))
-        except BudgetError:  # one of them does not fit into an even share
-            return shares
-        for own, room in zip(of_rank, rooms, strict=True):
-            fits = sum(known[stage].peak for stage in own) <= room
-            kept = {stage: known[stage].peak if fits else known[stage].alone for stage in own}
-            parts = {stage: known[stage].peak if fits else known[stage].peak - known[stage].alone for stage in own}
-            rest, whole = room - sum(kept.values()), sum(parts.values())
-            if rest >= 0 and all(parts.values()):
-                for stage in own:
-                    part = parts[stage] / whole
-                    shares[stage] = _Share(bytes=kept[stage] + math.floor(part * rest), part=part, room=room)
-        return shares
+        known, rank_of = list(self.planned(steps, cut, alone=True)), cut.schedule.rank_of
+        shares = dict[int, _Share]()
+        for rank, room in enumerate(rooms):
+            own = [stage for stage in range(len(known)) if rank_of[stage] == rank]
+            kept, parts = _needs([known[stage] for stage in own], room)
+            for stage, least, part in zip(own, kept, parts, strict=True):
+                share = part / sum(parts)
+                shares[stage] = _Share(bytes=least + math.floor(share * (room - sum(kept))), part=share, room=room)
+        return [shares[stage] for stage in range(len(known))]
 
     def _within(self, step: TrainingStep, options: Options, share: _Share, place: int, *, alone: bool) -> _Solved:
         """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight, or
-        `alone`, with one of them."""
+        `alone`, with one of them: the best plan with one in flight if that does."""
         assert step.stage is not None, "it is a stage"
+        best: _Solved | None = None
         full = options if share.bytes == self.limit else replace(options, budget=share.bytes)
         try:
-            one = self._alone(step, options, full)
-        except BudgetError:
-            one = None
-        try:
-            if one is None:
+            with suppress(BudgetError):
+                best = self._solved(self._with(step, ()), options)
+            if best is None:
                 return self._solved(step, full)
-            fits = alone or one.memory.peak(step.stage.moments) <= share.bytes
-            return one if fits else self._fuller(step, full, one, share)
+            fits = alone or best.memory.peak(step.stage.moments) <= share.bytes
+            return best if fits else self._fuller(step, full, best, share)
         except BudgetError as error:
             least = int(str(error.details[SMALLEST]).removeprefix("budget="))
             raise StageBudgetError(
                 place,
                 least,
-                one is None and share.bytes >= self.limit,
+                best is None and share.bytes >= self.limit,
                 f"stage {place} of the pipeline: no plan fits into {size_text(share.bytes)} per device with {step.flights} "
                 f"micro-batches in flight; the smallest budget of such a stage is {size_text(least)}",
                 **{SMALLEST: f"budget={share.budget(least, self.limit)}"},
@@ -222,27 +212,17 @@ class StagePlanner:
                 fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
             ) from None
 
-    def _alone(self, step: TrainingStep, options: Options, full: Options) -> _Solved:
-        """A stage solved with one micro-batch in flight, whatever its schedule has: the best plan if that fits into the budget
-        of `full`, or else the best within that."""
-        step = self._with(step, ())
-        if full is not options:
-            best = self._solved(step, options)
-            if max(best.memory.running, best.memory.ending) <= parse_bytes(full.budget, self.mesh):
-                return best
-        return self._solved(step, full)
-
     def _with(self, step: TrainingStep, times: tuple[StageMoment, ...]) -> TrainingStep:
         """A stage with the moments of a schedule, as it is solved."""
         assert step.stage is not None, "it is a stage"
         flights = max((now.flights for now in times), default=1)
         return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link))
 
-    def _fuller(self, step: TrainingStep, options: Options, alone: _Solved, share: _Share) -> _Solved:
-        """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than
-        `alone`."""
+    def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: _Share) -> _Solved:
+        """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than its
+        `best` plan with one of them."""
         assert step.stage is not None, "it is a stage"
-        least = step.microbatches * alone.seconds.busy + alone.seconds.once
+        least = step.microbatches * best.seconds.busy + best.seconds.once
         known = self._full.setdefault(_signature(self._with(step, ()), replace(options, budget=None)), [])
         for made in known:
             own = step.microbatches * made.seconds.busy + made.seconds.once
@@ -285,6 +265,17 @@ class StageBudgetError(BudgetError):
     def __init__(self, stage: int, least: Bytes, never: bool, what: str, **details: object) -> None:
         super().__init__(what, **details)
         self.stage, self.least, self.never = stage, least, never
+
+
+def _needs(stages: Sequence[StagePlan], room: Bytes) -> tuple[list[Bytes], list[Bytes]]:
+    """What the stages of one rank keep, by their plans with one micro-batch in flight, and the ratio in which they share what
+    is left of its room."""
+    alone, peaks = [stage.alone for stage in stages], [stage.peak for stage in stages]
+    if sum(peaks) <= room:
+        return peaks, peaks
+    if sum(alone) <= room:
+        return alone, [max(1, peak - least) for peak, least in zip(peaks, alone, strict=True)]
+    return [0] * len(stages), alone
 
 
 def _floored(shares: Sequence[_Share], cut: Cut, floors: Mapping[int, Bytes]) -> list[_Share]:

@@ -4,6 +4,7 @@ with all micro-batches in flight in the rows of its memory."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,16 +14,19 @@ import torch
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.ir.program import Program
+from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
 from autopar.planning.optimize import analysed, solution_time, solved
+from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, staged
 from autopar.planning.pipeline_space import PipelineAxis
 from autopar.planning.pipeline_stages import StageCuts
 from autopar.planning.planner import connected_mesh, read_program
-from autopar.planning.stage_plans import FLIGHTS_GAP
+from autopar.planning.stage_plans import FLIGHTS_GAP, StagePlanner
 from autopar.solver.settings import DEFAULTS
 from tests.planning.test_pipeline_search import LENGTH, blocks, device, network, plan
+from tests.support import pipelines
 
 FAST = device("nvlink4", per_node=8, rate=2e10)
 further = functools.partial(pytest.param, marks=pytest.mark.thorough)
@@ -113,3 +117,29 @@ def test_a_stage_within_a_budget_is_as_good_as_with_all_micro_batches_in_flight_
             assert own <= (1 + FLIGHTS_GAP) * judged
     flights = [(stage.found.formulated.analysis.step.flights, stage.step.flights) for stage in stages]
     assert any(has > own for has, own in flights) == shared
+
+
+def test_stages_are_left_out_where_one_is_too_slow_beside_the_best_plans_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage is the slower one: planned within memory it says that the step takes longer than with plenty."""
+    program, flights, solve = read_program(*pipelines.gpt2(16, n_layer=4), Options()).program, list[int](), StagePlanner._solve
+    options = Options(
+        device=FAST, strategy="auto", pipeline="pp", microbatches=16, schedule="gpipe", stages=["transformer.h.3"]
+    )
+    mesh = connected_mesh({"pp": 2}, options)
+    assert mesh.device is not None
+    cuts = StageCuts(microbatches(program, 16), mesh.device)
+    cut = cuts.chosen(mesh, "pp", options, 16)
+
+    def found(below: float = math.inf, budget: int | None = None) -> StagedStep:
+        planner = PipelineAxis.of(mesh, "pp", replace(options, budget=budget), DEFAULTS).planner
+        return staged(cuts.steps(cut.starts), mesh, "pp", cut, planner, below)
+
+    def counted(planner: StagePlanner, step: TrainingStep, asked: Options) -> Any:
+        flights.append(step.flights)
+        return solve(planner, step, asked)
+
+    plenty = found()
+    monkeypatch.setattr(StagePlanner, "_solve", counted)
+    with pytest.raises(SlowerStagesError):
+        found(1.001 * plenty.seconds, budget=int(0.6 * max(plenty.memory)))
+    assert sum(held > 1 for held in flights) == 1
