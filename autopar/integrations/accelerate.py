@@ -103,10 +103,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             worker_init_fn=data_loader.worker_init_fn,
         )
         loader.parallel = self.parallel
-        if hasattr(data_loader.collate_fn, "tokenizer"):
-            signature = self.parallel.autopar.signature
-            labels = [path for path in signature.shapes if "label" in path]
-            loader.padding = BatchPadding.of(signature, data_loader.collate_fn, None, labels)
+        loader.padding = BatchPadding.of_loader(self.parallel, data_loader.collate_fn)
         self._dataloaders.append(loader)
         return loader
 
@@ -212,10 +209,10 @@ class PartLoader(DataLoaderShard):  # type: ignore[misc]
     padding: BatchPadding | None = None
 
     def __iter__(self) -> Iterator[object]:
-        group = self.parallel.autopar.context.control if self.parallel.data_world > 1 else None
         for samples in super().__iter__():
-            padded = self.padding.padded(samples, group) if self.padding and isinstance(samples, Mapping) else samples
-            yield self.parallel.shard(padded, samples=True)
+            if self.padding is not None and isinstance(samples, Mapping):
+                samples = self.padding.on_all_ranks(samples, self.parallel)
+            yield self.parallel.shard(samples, samples=True)
 
 
 class PartScheduler(AcceleratedScheduler):  # type: ignore[misc]

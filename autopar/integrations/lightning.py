@@ -10,8 +10,9 @@
 
     lightning.Trainer(accelerator="cpu", devices=2, strategy=AutoparStrategy())
 
-Loaders get the library's DistributedSampler, which shuffles, for the shares of the samples that the plan has:
-fewer than ranks where some compute with the same ones. Checkpoints are folders of parts. Needs the package lightning.
+Loaders get the library's DistributedSampler, which shuffles, for the shares of the samples that the plan has: fewer than ranks
+where some compute with the same ones. Batches are padded across ranks where a collator of transformers pads. Checkpoints are
+folders of parts. Needs the package lightning.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
+from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.training_state import name_groups, state_of
 
 STATES = "autopar"  # the entry of a checkpoint that has the random states
@@ -45,6 +47,7 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
+        self._padding: BatchPadding | None = None
 
     @property
     def parallel(self) -> dict[str, ParallelModule]:
@@ -85,6 +88,20 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
                     fix='plan with precision="bf16-mixed" or "fp16-mixed", and leave precision= of the Trainer out',
                 )
             self.precision_plugin = StagePrecision(pipeline)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader as it is; the first that pads its batches says how those of all loaders are padded across ranks."""
+        if self._padding is None and len(self.parallel) == 1:
+            (parallel,) = self.parallel.values()
+            self._padding = BatchPadding.of_loader(parallel, getattr(dataloader, "collate_fn", None))
+        return super().process_dataloader(dataloader)
+
+    def batch_to_device(self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> object:
+        """A batch on its device, as long as those of the ranks that load other samples."""
+        if self._padding is not None and isinstance(batch, Mapping):
+            (parallel,) = self.parallel.values()
+            batch = self._padding.on_all_ranks(batch, parallel)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What a checkpoint has of an optimizer."""

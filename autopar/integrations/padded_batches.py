@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.capture.signature import Signature
+from autopar.codegen import ParallelModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,14 @@ class BatchPadding:
             values |= {"decoder_input_ids": word, "decoder_attention_mask": 0}
         return cls(signature=signature, values=values, left=left)
 
+    @classmethod
+    def of_loader(cls, parallel: ParallelModule, collator: object) -> BatchPadding | None:
+        """How a loader's collator pads, if it is one of transformers that does."""
+        if not hasattr(collator, "tokenizer"):
+            return None
+        signature = parallel.autopar.signature
+        return cls.of(signature, collator, None, [path for path in signature.shapes if "label" in path])
+
     @property
     def names(self) -> list[str]:
         """The inputs that are padded: matrices of tokens."""
@@ -79,6 +88,10 @@ class BatchPadding:
         left, *lengths = found.tolist()
         longest = dict(zip(self.names, lengths, strict=True))
         return {**batch, **{name: self._padded(name, tensor, longest, bool(left)) for name, tensor in given.items()}}
+
+    def on_all_ranks(self, batch: Mapping[str, object], parallel: ParallelModule) -> dict[str, object]:
+        """The batch as `padded` beside those of all ranks that load other samples for a parallel module."""
+        return self.padded(batch, parallel.autopar.context.control if parallel.data_world > 1 else None)
 
     def _padded(self, name: str, tensor: torch.Tensor, longest: Mapping[str, int], left: bool) -> torch.Tensor:
         length = longest[name] if left else max(self._planned(name, longest), longest[name])

@@ -195,8 +195,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, object]:
-        group = self.model.autopar.context.control if self.model.data_world > 1 else None
-        padded = self._padding().padded(inputs, group)
+        padded = self._padding().on_all_ranks(inputs, self.model)
         found: Mapping[str, object] = self.model.shard(super()._prepare_inputs(padded), samples=True)
         return found
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import autopar
 from autopar.errors import InputError
 from autopar.integrations.accelerate import Accelerator
+from autopar.integrations.lightning import AutoparStrategy
 from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.transformers import Trainer
 from autopar.runtime.workers import WorkerPool
@@ -179,6 +182,55 @@ def by_accelerate(name: str) -> tuple[list[float], list[float]]:
 
 def test_accelerates_loaders_pad_as_the_trainers_do(pool: WorkerPool) -> None:
     for found, expected in pool.run(f"{__name__}:by_accelerate", "llama, one length, grouped", ranks=2):  # type: ignore[misc]
+        assert len(found) == len(LENGTHS) // BATCH
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Training(lightning.LightningModule):
+    """A language model whose batches a collator pads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model, self.collator, self.data = made(CASES[name])
+        self.net, self.losses = None, list[float]()
+
+    def configure_model(self) -> None:
+        sample = self.collator([dict(self.data[0]) for _ in range(BATCH)])
+        self.net = self.net or autopar.parallelize(self.model, sample, (2,), device="h100", strategy="fsdp", inputs="sharded")
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert self.net is not None
+        loss = self.net(**self.net.shard(batch, samples=True))["loss"]
+        self.losses.append(loss.item())
+        return loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.net is not None
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[object]:
+        return DataLoader(self.data, batch_size=BATCH // 2, collate_fn=self.collator)  # type: ignore[arg-type]
+
+
+def by_lightning(name: str) -> tuple[list[float], list[float]]:
+    """The losses of Lightning's Trainer, and of a loop over the same samples in whole batches on one process."""
+    launched()
+    warnings.simplefilter("ignore")
+    model, collator, data = made(CASES[name])
+    training, hidden = Training(name), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    strategy = AutoparStrategy()
+    lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, enable_model_summary=False, **hidden).fit(
+        training
+    )
+    orders = [[*DistributedSampler(data, num_replicas=2, rank=rank)] for rank in range(2)]  # type: ignore[arg-type]
+    half = BATCH // 2
+    batches = [[order[first : first + half] for order in orders] for first in range(0, len(data) // 2, half)]
+    whole = [collator([dict(data[sample]) for own in batch for sample in own]) for batch in batches]
+    return training.losses, looped(model, whole)
+
+
+def test_lightnings_batches_are_padded_as_the_trainers_are(pool: WorkerPool) -> None:
+    for found, expected in pool.run(f"{__name__}:by_lightning", "llama, one length, grouped", ranks=2):  # type: ignore[misc]
         assert len(found) == len(LENGTHS) // BATCH
         assert found == pytest.approx(expected, rel=1e-5)
 
