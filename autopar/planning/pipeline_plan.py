@@ -74,10 +74,10 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
     a step of `below` is known.
     """
     rooms, floors, full = list[Bytes](), dict[int, Bytes](), 0
-    alone: list[StageSeconds] = []
+    alone: tuple[StagePlan, ...] = ()
     refused: BudgetError | None = None
     while full < ROUNDS:
-        stages = planner.planned(steps, cut, alone=refused is None, rooms=rooms, floors=floors)
+        stages = planner.within(steps, cut, alone, rooms=rooms, floors=floors) if alone else planner.alone(steps, cut)
         try:
             made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below, alone)))
         except StageBudgetError as error:
@@ -88,7 +88,7 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
         else:
             if made.seconds >= below:
                 return made
-            alone = alone or [stage.seconds for stage in made.stages]
+            alone = alone or made.stages
             memory = rank_memory(made, planner)
             if max(memory) <= planner.limit:
                 return replace(made, memory=memory)
@@ -137,7 +137,7 @@ def _timed(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, stages: tuple[Sta
 def guessed(steps: StageSteps, cut: Cut, shares: Sequence[float], planner: StagePlanner) -> list[StageSeconds]:
     """What stages take if each holds one micro-batch at a time, without messages: the first one as it is planned, the others as
     their `shares` of the program by rough prices say."""
-    first = next(planner.planned(steps, cut, alone=True)).seconds
+    first = next(planner.alone(steps, cut)).seconds
     return [first.times(share / shares[0]) for share in shares]
 
 
@@ -146,7 +146,7 @@ def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> list[StageSecon
 
     Raises BudgetError where one of them does not fit.
     """
-    return [stage.seconds for stage in planner.planned(steps, cut, alone=True)]
+    return [stage.seconds for stage in planner.alone(steps, cut)]
 
 
 def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bool) -> bool:
@@ -167,16 +167,16 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
 
 
 def _faster(
-    stages: Iterable[StagePlan], cut: Cut, planner: StagePlanner, below: Seconds, alone: Sequence[StageSeconds]
+    stages: Iterable[StagePlan], cut: Cut, planner: StagePlanner, below: Seconds, alone: Sequence[StagePlan]
 ) -> Iterator[StagePlan]:
-    """The stages in order, until they take too long, or it takes too long to plan them; where it is known, the others take no
-    less than `alone`."""
+    """The stages in order, until they take too long, or it takes too long to plan them; the others take no less than they do
+    `alone`, where that is known."""
     known: list[StageSeconds] = []
     for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)
         known.append(stage.seconds)
-        others = alone[len(known) :]
+        others = [one.seconds for one in alone[len(known) :]]
         least = Clock(cut.schedule).seconds([*known, *others]) if alone else least_seconds(cut.schedule, known)
         if least >= below:
             raise SlowerStagesError(least)

@@ -109,30 +109,35 @@ class StagePlanner:
         """What a rank may hold."""
         return parse_bytes(self.options.budget, self.mesh)
 
-    def planned(
+    def alone(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
+        """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
+
+        Each holds one micro-batch at a time, whatever its schedule has in flight: soon solved, and hardly slower than a plan
+        that holds them all. Raises StageBudgetError where one has no plan that fits.
+        """
+        whole = _Share(bytes=self.limit, part=1.0, room=self.limit)
+        return self._planned(steps, cut, [whole] * cut.schedule.stages, alone=True)
+
+    def within(
         self,
         steps: StageSteps,
         cut: Cut,
+        alone: Sequence[StagePlan],
         *,
-        alone: bool = False,
         rooms: Sequence[Bytes] = (),
         floors: Mapping[int, Bytes] = NO_FLOORS,
     ) -> Iterator[StagePlan]:
-        """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
+        """The stages in order, with all micro-batches in flight.
 
-        With `alone` each holds one micro-batch at a time, whatever its schedule has in flight: soon solved, and hardly slower
-        than a plan that holds them all. Else the peaks of a rank's stages add up to no more than its entry of `rooms`, by
-        default the limit, of which some stages have their `floors` at least. Raises StageBudgetError where one has no plan that
+        The peaks of a rank's stages add up to no more than its entry of `rooms`, by default the limit, of which each has a
+        share by its plan `alone`, and some have their `floors` at least. Raises StageBudgetError where one has no plan that
         fits.
         """
-        constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
-        if alone:
-            whole = _Share(bytes=self.limit, part=1.0, room=self.limit)
-            return self._planned(steps, cut, [whole] * cut.schedule.stages, alone=True)
-        shares = self._shares(steps, cut, rooms or [self.limit] * len(cut.schedule.ranks))
+        shares = _shares(cut, alone, rooms or [self.limit] * len(cut.schedule.ranks))
         return self._planned(steps, cut, _floored(shares, cut, floors) if floors else shares)
 
     def _planned(self, steps: StageSteps, cut: Cut, shares: Sequence[_Share], *, alone: bool = False) -> Iterator[StagePlan]:
+        constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
         wanted = _by_value(steps.step.program, self.options.constraints)
         readers = Counter(name for stage in steps.stages for name in _stored(stage.program))
         layouts: Mapping[str, Layout] = {}
@@ -173,18 +178,6 @@ class StagePlanner:
     def named(self, stage: StagePlan) -> Optimized:
         """The solution of a stage under its own names."""
         return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
-
-    def _shares(self, steps: StageSteps, cut: Cut, rooms: Sequence[Bytes]) -> list[_Share]:
-        """What each stage may hold of the room of its rank."""
-        known, rank_of = list(self.planned(steps, cut, alone=True)), cut.schedule.rank_of
-        shares = dict[int, _Share]()
-        for rank, room in enumerate(rooms):
-            own = [stage for stage in range(len(known)) if rank_of[stage] == rank]
-            kept, parts = _needs([known[stage] for stage in own], room)
-            for stage, least, part in zip(own, kept, parts, strict=True):
-                share = part / sum(parts)
-                shares[stage] = _Share(bytes=least + math.floor(share * (room - sum(kept))), part=share, room=room)
-        return [shares[stage] for stage in range(len(known))]
 
     def _within(self, step: TrainingStep, options: Options, share: _Share, place: int, *, alone: bool) -> _Solved:
         """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight, or
@@ -265,6 +258,18 @@ class StageBudgetError(BudgetError):
     def __init__(self, stage: int, least: Bytes, never: bool, what: str, **details: object) -> None:
         super().__init__(what, **details)
         self.stage, self.least, self.never = stage, least, never
+
+
+def _shares(cut: Cut, alone: Sequence[StagePlan], rooms: Sequence[Bytes]) -> list[_Share]:
+    """What each stage may hold of the room of its rank, by the plans with one micro-batch in flight."""
+    rank_of, shares = cut.schedule.rank_of, dict[int, _Share]()
+    for rank, room in enumerate(rooms):
+        own = [stage for stage in range(len(alone)) if rank_of[stage] == rank]
+        kept, parts = _needs([alone[stage] for stage in own], room)
+        for stage, least, part in zip(own, kept, parts, strict=True):
+            share = part / sum(parts)
+            shares[stage] = _Share(bytes=least + math.floor(share * (room - sum(kept))), part=share, room=room)
+    return [shares[stage] for stage in range(len(alone))]
 
 
 def _needs(stages: Sequence[StagePlan], room: Bytes) -> tuple[list[Bytes], list[Bytes]]:
