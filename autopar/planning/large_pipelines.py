@@ -180,15 +180,17 @@ class LargePipelineSearch(PipelineTrials):
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
         """What a step takes that is no faster than what is known even with one micro-batch in flight a stage, as guessed from
         the first one or by all; infinite where it may be faster."""
-        shares = self.cuts(over, steps.step.microbatches).shares(cut.starts)
-        for known in (partial(guessed, shares=shares), hoped) if self.seconds < math.inf else ():
-            stages = known(steps, cut, planner=over.planner)
-            if known is hoped:
-                self._alike[over, steps.step.microbatches, cut.schedule.stages] = stages
-            if (least := Clock(cut.schedule).seconds(stages)) >= self.seconds:
-                self.fared["slower with one micro-batch in flight"] += 1
-                return least
-        return math.inf
+        if self.seconds == math.inf:
+            return math.inf
+        clock, runs = Clock(cut.schedule), steps.step.microbatches
+        least = clock.seconds(guessed(steps, cut, self.cuts(over, runs).shares(cut.starts), over.planner))
+        if least < self.seconds:
+            alone = self._alike[over, runs, cut.schedule.stages] = hoped(steps, cut, over.planner)
+            least = clock.seconds(alone)
+        if least < self.seconds:
+            return math.inf
+        self.fared["slower with one micro-batch in flight"] += 1
+        return least
 
     def _bound(self, mesh: Mesh) -> Seconds:
         """What a step without stages takes at least. The bound is least in the fewest micro-batches, as a rule: there kernels
