@@ -172,9 +172,17 @@ class LargePipelineSearch(PipelineTrials):
         alike = self._alike.get((one.over, one.runs, cut.schedule.stages), one.stages)
         return replace(one, stages=alike).by(cut.schedule, cuts.shares(cut.starts))
 
+    def _promise(self, one: Hope) -> Seconds:
+        """The least that a step may take by any schedule, by what stages are hoped to take."""
+        least = one.seconds
+        for way in forms(one.over.options, one.over.ranks):
+            with suppress(ConstraintError):  # fewer regions than stages, or one micro-batch
+                least = min(least, self._hoped_by(one, way))
+        return least
+
     def _refine(self) -> None:
-        """Try all schedules where 1f1b was fastest."""
-        for best in sorted(self._swept, key=_seconds)[:REFINED]:
+        """Try all schedules where 1f1b was fastest, first where one of them promises most."""
+        for best in sorted(sorted(self._swept, key=_seconds)[:REFINED], key=self._promise):
             self.schedules(best.over, best.runs, filter(self._promises(best), forms(best.over.options, best.over.ranks)))
 
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
