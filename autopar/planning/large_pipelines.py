@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -147,8 +147,7 @@ class LargePipelineSearch(PipelineTrials):
         for one in sorted(self._hoped, key=Hope.busy):
             if one.busy() >= least:
                 break
-            with suppress(ConstraintError):  # fewer regions than stages, or one micro-batch
-                least = min([least, *(self._hoped_by(one, way) for way in _least_idle(one))])
+            least = min(least, self._promise(one, _least_idle(one)))
         return least
 
     def _promises(self, one: Hope) -> Callable[[ScheduledStages], bool]:
@@ -172,17 +171,20 @@ class LargePipelineSearch(PipelineTrials):
         alike = self._alike.get((one.over, one.runs, cut.schedule.stages), one.stages)
         return replace(one, stages=alike).by(cut.schedule, cuts.shares(cut.starts))
 
-    def _promise(self, one: Hope) -> Seconds:
-        """The least that a step may take by any schedule, by what stages are hoped to take."""
+    def _promise(self, one: Hope, ways: Iterable[ScheduledStages]) -> Seconds:
+        """The least that a step may take by the first schedule or one of these, by what stages are hoped to take."""
         least = one.seconds
-        for way in forms(one.over.options, one.over.ranks):
+        for way in ways:
             with suppress(ConstraintError):  # fewer regions than stages, or one micro-batch
                 least = min(least, self._hoped_by(one, way))
         return least
 
     def _refine(self) -> None:
         """Try all schedules where 1f1b was fastest, first where one of them promises most."""
-        for best in sorted(sorted(self._swept, key=_seconds)[:REFINED], key=self._promise):
+        if self.ended:  # or else promises would be worked out for nothing
+            return
+        fastest = sorted(self._swept, key=_seconds)[:REFINED]
+        for best in sorted(fastest, key=lambda one: self._promise(one, forms(one.over.options, one.over.ranks))):
             self.schedules(best.over, best.runs, filter(self._promises(best), forms(best.over.options, best.over.ranks)))
 
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:

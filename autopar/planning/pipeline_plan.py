@@ -171,13 +171,13 @@ def _faster(
 ) -> Iterator[StagePlan]:
     """The stages in order, until they take too long, or it takes too long to plan them; the others take no less than they do
     `alone`, where that is known."""
-    known: list[StageSeconds] = []
+    known, clock = list[StageSeconds](), Clock(cut.schedule) if alone else None
     for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)
         known.append(stage.seconds)
         others = [one.seconds for one in alone[len(known) :]]
-        least = Clock(cut.schedule).seconds([*known, *others]) if alone else least_seconds(cut.schedule, known)
+        least = clock.seconds([*known, *others]) if clock else least_seconds(cut.schedule, known)
         if least >= below:
             raise SlowerStagesError(least)
         yield stage

@@ -82,8 +82,8 @@ class SearchSettings:
 
     steepest_edge_iterations: int = 10_000
     """Simplex iterations by the steepest edge of a program without a basis, after which Devex starts anew. T5-11B on (8, 8)
-    takes 26,400 of Devex, 5 CPU seconds, and 7 behind this limit, where 25,000 of the steepest edge came to 20 (planning: 41
-    CPU seconds in all, 66 by that limit); T5-3B takes 17 in all by either (overlap)."""
+    takes 26,400 of Devex, 6 CPU seconds behind this limit and 14 behind 25,000, and in all 36 and 53, side by side (planning);
+    T5-3B takes 17 in all by either (overlap)."""
 
     devex_iterations: int = 50_000
     """Simplex iterations of Devex, after which the steepest edge goes to the end: Qwen3-Next on (2, 4), 425,585 rows, takes

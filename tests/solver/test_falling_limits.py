@@ -42,7 +42,7 @@ def falling(problem: Problem, row: Row) -> list[Row]:
     return [replace(row, limit=share * used(problem, row, free), constant=0.0) for share in SHARES]
 
 
-FAR = replace(EXACT, warm_start_rows=0, presolve_again_rows=0, warm_iterations=1)  # from hardly any basis is anything near
+FAR = replace(EXACT, warm_start_rows=0, presolve_again_rows=0, warm_iterations=1)  # presolved again after one iteration
 
 
 @pytest.mark.one_in(5)
