@@ -78,10 +78,16 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return stages[0] if stages else None
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the parallel modules and optimizers; in pipeline stages gradients are clipped over all of them."""
+        """Make the parallel modules and optimizers; in pipeline stages gradients are clipped over all of them.
+
+        What was noted of the model before is forgotten: a strategy may serve one `fit` after the other.
+        """
+        self._padding = None
+        if isinstance(self.precision_plugin, StagePrecision):  # type: ignore[has-type]
+            self.precision_plugin = Precision()
         super().setup(trainer)
         if (pipeline := self.pipeline) is not None:
-            known: Precision = self.precision_plugin  # type: ignore[has-type]
+            known: Precision = self.precision_plugin
             if type(known) is not Precision:
                 raise InputError(
                     f"{type(known).__name__} knows no pipeline stages",

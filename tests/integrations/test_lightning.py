@@ -56,6 +56,10 @@ class Training(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def test_step(self, batch: list[torch.Tensor]) -> None:
+        assert self.net is not None
+        self.losses.append(self.net.gather(self.net(*self.net.shard(tuple(batch), samples=True))).item())
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
@@ -65,7 +69,7 @@ class Training(lightning.LightningModule):
 
 
 def trained(dropout: float, strategy: str, epochs: int, load: Path | None = None, save: Path | None = None) -> list[float]:
-    """The losses of a fit."""
+    """The losses of a fit, and of a test behind it if nothing is saved."""
     module = Training(dropout, strategy)
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
@@ -74,6 +78,8 @@ def trained(dropout: float, strategy: str, epochs: int, load: Path | None = None
     trainer.fit(module, ckpt_path=load and str(load))
     if save:
         trainer.save_checkpoint(save)
+    else:
+        trainer.test(module, module.train_dataloader(), verbose=False)
     return module.losses
 
 
@@ -91,7 +97,7 @@ def fitted(folder: Path) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def expected(shares: int) -> list[float]:
-    """The losses of a plain loop over the batches of the library's sampler, which shuffles what is trained on."""
+    """The losses of a plain loop over the batches of the library's sampler, which shuffles in training, and of a test."""
     model, losses = Net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(2 * STEPS):
@@ -107,14 +113,18 @@ def expected(shares: int) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
+    own = BATCH // shares
+    for first in range(0, len(DATA) // shares, own):
+        parts = [[*DistributedSampler(DATA, num_replicas=shares, rank=rank, shuffle=False)] for rank in range(shares)]
+        losses.append(model(*DATA[[sample for part in parts for sample in part[first : first + own]]]).item())
     return losses
 
 
-def test_a_fit_has_the_losses_of_one_process_and_resumes_with_its_dropout(pool: WorkerPool, tmp_path: Path) -> None:
+def test_fits_and_tests_have_the_losses_of_one_process_and_resume_with_their_dropout(pool: WorkerPool, tmp_path: Path) -> None:
     for plain, stopped in pool.run(f"{__name__}:fitted", tmp_path, ranks=2):  # type: ignore[misc]
         assert plain == [pytest.approx(expected(shares), rel=1e-4) for shares in (2, 1, 1)]
         for without, resumed in (stopped[:2], stopped[2:]):
-            assert len(without) == 2 * STEPS
+            assert len(without) == 3 * STEPS
             assert resumed == pytest.approx(without, rel=1e-6)
 
 

@@ -189,13 +189,15 @@ def test_accelerates_loaders_pad_as_the_trainers_do(pool: WorkerPool) -> None:
 class Training(lightning.LightningModule):
     """A language model whose batches a collator pads."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, length: int = LONGEST) -> None:
         super().__init__()
         self.model, self.collator, self.data = made(CASES[name])
+        self.length = length
         self.net, self.losses = None, list[float]()
 
     def configure_model(self) -> None:
-        sample = self.collator([dict(self.data[0]) for _ in range(BATCH)])
+        words = [3] * self.length
+        sample = self.collator([{"input_ids": words, "labels": words} for _ in range(BATCH)])
         self.net = self.net or autopar.parallelize(self.model, sample, (2,), device="h100", strategy="fsdp", inputs="sharded")
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -212,27 +214,32 @@ class Training(lightning.LightningModule):
         return DataLoader(self.data, batch_size=BATCH // 2, collate_fn=self.collator)  # type: ignore[arg-type]
 
 
-def by_lightning(name: str) -> tuple[list[float], list[float]]:
-    """The losses of Lightning's Trainer, and of a loop over the same samples in whole batches on one process."""
+def by_lightning(name: str) -> tuple[list[list[float]], list[list[float]]]:
+    """The losses of two models that one Trainer of Lightning fits, and of loops over the same whole batches on one process."""
     launched()
     warnings.simplefilter("ignore")
-    model, collator, data = made(CASES[name])
-    training, hidden = Training(name), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    strategy = AutoparStrategy()
-    lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, enable_model_summary=False, **hidden).fit(
-        training
-    )
-    orders = [[*DistributedSampler(data, num_replicas=2, rank=rank)] for rank in range(2)]  # type: ignore[arg-type]
-    half = BATCH // 2
-    batches = [[order[first : first + half] for order in orders] for first in range(0, len(data) // 2, half)]
-    whole = [collator([dict(data[sample]) for own in batch for sample in own]) for batch in batches]
-    return training.losses, looped(model, whole)
+    hidden = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=AutoparStrategy(), max_epochs=1, **hidden)
+    found, expected, half = list[list[float]](), list[list[float]](), BATCH // 2
+    for epoch, length in enumerate((LONGEST, LONGEST + 3)):
+        training, (model, collator, data) = Training(name, length), made(CASES[name])
+        trainer.fit_loop.max_epochs = epoch + 1  # which it counts over all fits
+        trainer.fit(training)
+        samplers = [DistributedSampler(data, num_replicas=2, rank=rank) for rank in range(2)]  # type: ignore[arg-type]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        orders = [[*sampler] for sampler in samplers]
+        batches = [[order[first : first + half] for order in orders] for first in range(0, len(data) // 2, half)]
+        whole = [collator([dict(data[sample]) for own in batch for sample in own]) for batch in batches]
+        found.append(training.losses)
+        expected.append(looped(model, whole))
+    return found, expected
 
 
-def test_lightnings_batches_are_padded_as_the_trainers_are(pool: WorkerPool) -> None:
+def test_lightnings_batches_are_padded_as_the_trainers_are_for_one_model_after_the_other(pool: WorkerPool) -> None:
     for found, expected in pool.run(f"{__name__}:by_lightning", "llama, one length, grouped", ranks=2):  # type: ignore[misc]
-        assert len(found) == len(LENGTHS) // BATCH
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert [len(losses) for losses in found] == [len(LENGTHS) // BATCH] * 2
+        assert found == [pytest.approx(losses, rel=1e-5) for losses in expected]
 
 
 def test_lengths_are_rounded_up_to_what_the_plan_allows_and_nothing_is_padded_that_no_mask_hides() -> None:
