@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
+from types import EllipsisType
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
 from autopar.runtime.input_parts import BatchSampler, InputParts
 
+COUNT = "num_items_in_batch"  # the library's word for the labels of all batches of a step, which its models divide by
 STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
 
 
@@ -78,9 +81,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.counted = counted_labels(model)
         self.weights: list[float] = []  # of the losses of the batches that are still to come in this step
         paths = [planned.path for planned in parallel.autopar.signature.tensors]
+        self.loss_is_scaled_for_ga = COUNT in paths
         if self.args.label_names is None:
             self.label_names = [path for path in paths if "label" in path]
         self._signature_columns = [*dict.fromkeys(path.partition(".")[0] for path in paths)]
+        routed = getattr(getattr(model, "config", None), "output_router_logits", False)
+        if routed and self.counted is not None and not self.loss_is_scaled_for_ga and self.args.gradient_accumulation_steps > 1:
+            what = "the router's loss is averaged over the batches of a step, where the library's Trainer adds it up"
+            warnings.warn(str(InputError(what, fix=f'to add it up: "{COUNT}": torch.tensor(1) in the sample')), stacklevel=2)
         batch, shares = parallel.autopar.inputs.batch, parallel.data_world
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self.args, name) * shares != batch:
@@ -96,13 +104,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], None]:
-        """The batches of an optimizer step; where the library counts labels, each loss, a mean, is worth its share of them."""
+        """The batches of an optimizer step; where the library counts labels, each loss, a mean, is worth its share of them.
+
+        Where the count is an input of the plan, the losses are the library's own shares.
+        """
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.weights = []
-        if self.counted is not None and samples and isinstance(samples[0].get("labels"), torch.Tensor):
-            counts = torch.stack([batch["labels"][self.counted].ne(-100).sum() for batch in samples]).to(device)
-            if dist.is_initialized():
-                dist.all_reduce(counts)
+        self.weights, counts = [], self._counts(samples, device)
+        if self.loss_is_scaled_for_ga and counts is not None:
+            samples = [{**batch, COUNT: counts.sum()} for batch in samples]
+        elif counts is not None:
             self.weights = (counts * len(samples) / counts.sum().clamp(min=1)).tolist()
         return samples, None
 
@@ -152,6 +162,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, object, object]:
         """The loss, and whole logits and labels on every rank."""
+        if self.loss_is_scaled_for_ga and (counts := self._counts([inputs], self.args.device)) is not None:
+            inputs = {**inputs, COUNT: counts.sum()}
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if labels is not None:
             parts, names = self.model.autopar.inputs, self.label_names
@@ -193,6 +205,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+
+    def _counts(self, samples: Sequence[Mapping[str, object]], device: torch.device) -> torch.Tensor | None:
+        """The labels of each batch, on all ranks, that the library counts; None if it counts none."""
+        labels = [found for batch in samples if isinstance(found := batch.get("labels"), torch.Tensor)]
+        if self.counted is None or not labels:
+            return None
+        counts = torch.stack([found[self.counted].ne(-100).sum() for found in labels]).to(device)
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+            counts //= dist.get_world_size() // self.model.data_world  # ranks that have the same samples
+        return counts
 
     def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, object]:
         padded = self._padding().on_all_ranks(inputs, self.model)
@@ -244,7 +267,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return own
 
 
-def counted_labels(model: nn.Module) -> tuple[object, ...] | None:
+def counted_labels(model: nn.Module) -> tuple[slice | EllipsisType, ...] | None:
     """The labels that the library counts so that a step's loss is a mean over all of them: an index; None if it counts none.
 
     It does where forward takes what it does not name. Where labels are shifted, the first of a row is the target of no token.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,8 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.workers import WorkerPool
 from tests.integrations.launched import launched
 
-SIZES = LlamaConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=48,
-)
+WIDTHS = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48}
+SIZES = LlamaConfig(num_hidden_layers=2, **WIDTHS)
 BATCH, STEPS = 8, 6
 WORDS = torch.randint(48, (40, 10), generator=torch.Generator().manual_seed(0))
 LABELS = WORDS.masked_fill(
@@ -141,6 +136,43 @@ def test_training_and_resuming_have_the_losses_of_one_process(
     for straight, resumed in pool.run(f"{__name__}:together", (tmp_path / "parts", lora, strategy), ranks=ranks):  # type: ignore[misc]
         assert straight == pytest.approx(expected, rel=2e-4)
         assert resumed == pytest.approx(expected, rel=2e-4)
+
+
+def routed() -> nn.Module:
+    """A mixture of experts that adds the loss of its router, about 1, to those of its tokens."""
+    torch.manual_seed(0)
+    experts = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**WIDTHS, **experts, output_router_logits=True, router_aux_loss_coef=0.5)
+    return transformers.MixtralForCausalLM(config)
+
+
+def routed_alone(folder: Path) -> list[float]:
+    trainer = transformers.Trainer(routed(), args=arguments(folder, BATCH), train_dataset=DATA, eval_dataset=DATA)
+    trainer.train()
+    return history(trainer)
+
+
+def routed_together(payload: tuple[Path, str]) -> tuple[list[float], str]:
+    """The history of a module that is planned with the library's count, and what is said where it is not."""
+    folder, strategy = payload
+    launched()
+    found = []
+    for sample in (SAMPLE | {"num_items_in_batch": torch.tensor(1)}, SAMPLE):
+        parallel = autopar.parallelize(routed(), sample, device="h100", inputs="sharded", **PLANS[strategy])
+        args = arguments(folder, BATCH // parallel.data_world)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found.append(Trainer(parallel, routed(), args=args, train_dataset=DATA, eval_dataset=DATA))
+    found[0].train()
+    return history(found[0]), str(said[0].message)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", further("megatron")])
+def test_a_routers_loss_is_added_up_over_a_step_as_the_library_does(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+    (expected,) = pool.run(f"{__name__}:routed_alone", tmp_path / "alone", ranks=1)
+    for found, said in pool.run(f"{__name__}:routed_together", (tmp_path / "parts", strategy), ranks=2):  # type: ignore[misc]
+        assert found == pytest.approx(expected, rel=2e-4)
+        assert "the router's loss is averaged over the batches of a step" in said
 
 
 def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
