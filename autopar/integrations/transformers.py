@@ -32,10 +32,21 @@ from autopar.errors import InputError
 from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
+from autopar.runtime.gathered_steps import step_gathered
 from autopar.runtime.input_parts import BatchSampler, InputParts
 
 COUNT = "num_items_in_batch"  # the library's word for the labels of all batches of a step, which its models divide by
 STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
+
+
+UNSUPPORTED = {  # arguments of the library that reach into a module of its own, and what does the same here
+    "bf16": 'precision="bf16-mixed" of autopar.parallelize',
+    "fp16": 'precision="fp16-mixed" of autopar.parallelize',
+    "torch_compile": "parallel.compile() before training",
+    "gradient_checkpointing": 'recompute="blocks" of autopar.parallelize',
+    "label_smoothing_factor": "a forward that computes the smoothed loss",
+    "neftune_noise_alpha": "a forward that adds the noise",
+}
 
 
 def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, **options: object) -> None:
@@ -70,11 +81,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **options: those of the library's Trainer.
 
     Raises:
-        InputError: the batch size is not the planned one.
+        InputError: the batch size is not the planned one, or an argument asks for what the plan decides, or forward.
     """
 
     def __init__(self, parallel: ParallelModule, model: nn.Module, **options: object) -> None:
         self.source = model
+        for name, fix in UNSUPPORTED.items():
+            if asked := getattr(options.get("args"), name, None):
+                raise InputError(f"{name}={asked!r} is not supported: the graph of the module is fixed", fix=fix)
+        if options.get("compute_loss_func") is not None:
+            raise InputError("compute_loss_func is not supported", fix="a forward that computes the loss, and plans it")
         super().__init__(model=parallel, **options)
         self.is_distributed_loading_by_transformers = True  # the library's word for: neither wrap it nor shard it
         self.model_accepts_loss_kwargs = False
@@ -96,6 +112,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"{name}={getattr(self.args, name)} is not the planned batch of {batch}, in {shares} share(s)",
                     fix=f"{name}={batch // shares}, or plan with another batch",
                 )
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that decay: those of the user's model, whose modules say by their classes which are norms."""
+        found: list[str] = super().get_decay_parameter_names(self.source)
+        return found
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The library's optimizer; one that looks at a weight as a matrix steps on whole ones."""
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        return step_gathered(made) if isinstance(made, transformers.Adafactor) else made
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """The samples of an optimizer step."""
@@ -270,10 +296,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 def counted_labels(model: nn.Module) -> tuple[slice | EllipsisType, ...] | None:
     """The labels that the library counts so that a step's loss is a mean over all of them: an index; None if it counts none.
 
-    It does where forward takes what it does not name. Where labels are shifted, the first of a row is the target of no token.
+    It does where forward takes what it does not name, unless the model says otherwise. Where labels are shifted, the first of a
+    row is the target of no token.
     """
     inner = next((found for found in model.modules() if isinstance(found, transformers.PreTrainedModel)), model)
-    if all(one.kind is not one.VAR_KEYWORD for one in inspect.signature(inner.forward).parameters.values()):
+    takes = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(inner.forward).parameters.values())
+    if not getattr(inner, "accepts_loss_kwargs", takes):
         return None
     shifted = isinstance(inner, transformers.PreTrainedModel) and LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
     return (..., slice(1, None)) if shifted and not getattr(inner.config, "is_encoder_decoder", False) else (...,)

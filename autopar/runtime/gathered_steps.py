@@ -7,6 +7,7 @@ every rank.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -17,8 +18,8 @@ from autopar.errors import InputError
 from autopar.runtime.step_hooks import check_class, hooked
 from autopar.runtime.storage import full_tensor, given_like
 
-# Those that step each weight by itself; others (L-BFGS) take all of them for one vector, and compute with DTensors.
-WEIGHT_BY_WEIGHT = (optim.Adafactor,)
+# Those that step each weight by itself, by module; others (L-BFGS) take all of them for one vector, and compute with DTensors.
+WEIGHT_BY_WEIGHT = {"torch.optim": "Adafactor", "transformers.optimization": "Adafactor"}
 
 
 def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
@@ -28,7 +29,7 @@ def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
     is stored, and sends as much as two all-gathers of all weights; Adafactor on split weights has no other way in torch.
 
     Args:
-        optimizer: Adafactor of torch.optim, over the parameters of a parallel module; without a closure.
+        optimizer: Adafactor of torch.optim or of transformers, over the parameters of a parallel module; without a closure.
 
     Raises:
         InputError: the optimizer is of another class. In its step: it was given a closure.
@@ -38,7 +39,8 @@ def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
     0.5
     """
     fix = "autopar.step_locally for those of torch.optim that compute element by element; others step on DTensors"
-    check_class(optimizer, WEIGHT_BY_WEIGHT, "step each weight by itself", fix)
+    known = [getattr(sys.modules[module], name) for module, name in WEIGHT_BY_WEIGHT.items() if module in sys.modules]
+    check_class(optimizer, known, "step each weight by itself", fix)
     return hooked(optimizer, _GatheredSteps())
 
 

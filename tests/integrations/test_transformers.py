@@ -175,6 +175,74 @@ def test_a_routers_loss_is_added_up_over_a_step_as_the_library_does(pool: Worker
         assert "the router's loss is averaged over the batches of a step" in said
 
 
+class Uncounted(LlamaForCausalLM):
+    """A model that tells the library to leave its losses means, as Gemma 3's and Qwen2.5-VL's do."""
+
+    accepts_loss_kwargs = False
+
+
+def case(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, object]]:
+    """A model, its planned sample, and further arguments."""
+    torch.manual_seed(0)
+    if name == "norms that only their class names":  # ln_1, ln_f
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        words = {"vocab_size": 48, "bos_token_id": 0, "eos_token_id": 1, "loss_type": "ForCausalLM"}
+        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4, **words, **none))
+        return made, SAMPLE | {"num_items_in_batch": torch.tensor(1)}, {"weight_decay": 2.0}
+    return (LlamaForCausalLM(SIZES), SAMPLE, {"optim": "adafactor"}) if name == "adafactor" else (Uncounted(SIZES), SAMPLE, {})
+
+
+CASES = ("norms that only their class names", "adafactor", "uncounted")
+
+
+def cases_alone(folder: Path) -> list[list[float]]:
+    found = []
+    for name in CASES:
+        made, _, options = case(name)
+        args = arguments(folder, BATCH, **options)
+        trainer = transformers.Trainer(made, args=args, train_dataset=DATA, eval_dataset=DATA)
+        trainer.train()
+        found.append(history(trainer))
+    return found
+
+
+def cases_together(folder: Path) -> list[list[float]]:
+    launched()
+    found = []
+    for name in CASES:
+        made, sample, options = case(name)
+        parallel = autopar.parallelize(made, sample, device="h100", inputs="sharded", **PLANS["fsdp"])
+        args = arguments(folder, BATCH // parallel.data_world, **options)
+        trainer = Trainer(parallel, made, args=args, train_dataset=DATA, eval_dataset=DATA)
+        trainer.train()
+        found.append(history(trainer))
+    return found
+
+
+def test_what_decays_how_it_steps_and_what_counts_are_those_of_the_users_model(pool: WorkerPool, tmp_path: Path) -> None:
+    (expected,) = pool.run(f"{__name__}:cases_alone", tmp_path / "alone", ranks=1)
+    for found in pool.run(f"{__name__}:cases_together", tmp_path / "parts", ranks=2):
+        for name, one, other in zip(CASES, found, expected, strict=True):  # type: ignore[call-overload]
+            assert one == pytest.approx(other, rel=2e-4), name
+
+
+@pytest.mark.parametrize(
+    "options, way_out",
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 is not supported.*\n.*a forward that computes"),
+        ({"activation_checkpointing": True}, 'gradient_checkpointing=True is not supported.*\n.*recompute="blocks"'),
+        ({"bf16": True}, 'bf16=True is not supported.*\n.*precision="bf16-mixed"'),
+    ],
+)
+def test_arguments_that_reach_into_the_module_are_refused(tmp_path: Path, options: dict[str, object], way_out: str) -> None:
+    source = model(False)
+    parallel = autopar.parallelize(source, SAMPLE, (1,))
+    with pytest.raises(InputError, match=way_out):
+        Trainer(parallel, source, args=arguments(tmp_path, 8, **options), train_dataset=DATA, eval_dataset=DATA)
+    with pytest.raises(InputError, match="compute_loss_func is not supported"):
+        Trainer(parallel, source, args=arguments(tmp_path, 8), compute_loss_func=len)
+
+
 def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
     source = model(False)
     parallel = autopar.parallelize(source, SAMPLE, (1,))
