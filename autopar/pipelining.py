@@ -100,7 +100,7 @@ def _built(
     source = ModelSource(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = sizes_of(plan, options, captured)
-    check_program(captured.program.hash, context)
+    check_program(captured.program, context)
     source = source.hollow(captured)
 
     def planned() -> str:

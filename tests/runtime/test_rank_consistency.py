@@ -1,0 +1,51 @@
+"""Ranks that captured other programs are told where these differ, and what may have ordered them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.errors import PlanError
+from autopar.runtime.workers import WorkerPool
+
+
+class InSomeOrder(nn.Module):
+    """Two weights that forward goes through in the order of the words it is given, as that of a set is each process's own."""
+
+    def __init__(self, words: list[str], wide: bool = False) -> None:
+        super().__init__()
+        self.words = words
+        self.held = nn.ParameterDict({word: nn.Parameter(torch.ones(8)) for word in ("far", "near")})
+        self.wide = wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = {word: x * self.held[word] for word in self.words}
+        return rows["far"].exp() + rows["near"] if not self.wide else rows["far"] + rows["near"]
+
+
+def refused(wide: bool) -> str:
+    """What a rank is told whose model goes through its words backwards, or that computes something else."""
+    second = bool(dist.get_rank())
+    model = InSomeOrder(["near", "far"] if second and not wide else ["far", "near"], wide and second)
+    try:
+        autopar.parallelize(model, torch.ones(4, 8), (2,))
+    except PlanError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_programs_in_another_order_are_told_from_other_programs(pool: WorkerPool) -> None:
+    for said in pool.run(f"{__name__}:refused", False, ranks=2):
+        assert isinstance(said, str)
+        assert said.startswith("the ranks captured different programs: the same operators in another order\n")
+        assert "ranks   [1] differ from rank 0" in said
+        assert "rank 0  :mul#0: float32[4, 8] grad = aten.mul.Tensor(%x, %held.far)" in said
+        assert "rank 1  :mul#0: float32[4, 8] grad = aten.mul.Tensor(%x, %held.near)" in said
+        assert "test_rank_consistency.py" in said
+        assert "PYTHONHASHSEED=0" in said
+    for said in pool.run(f"{__name__}:refused", True, ranks=2):
+        assert isinstance(said, str)
+        assert said.startswith("the ranks captured different programs\n")
+        assert "fix     build the same model" in said
