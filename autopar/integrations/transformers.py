@@ -81,7 +81,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **options: those of the library's Trainer.
 
     Raises:
-        InputError: the batch size is not the planned one, or an argument asks for what the plan decides, or forward.
+        InputError: the batch size is not the planned one (of evaluation, where there is some), or an argument asks for what the
+            plan or forward decides.
     """
 
     def __init__(self, parallel: ParallelModule, model: nn.Module, **options: object) -> None:
@@ -105,13 +106,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if routed and self.counted is not None and not self.loss_is_scaled_for_ga and self.args.gradient_accumulation_steps > 1:
             what = "the router's loss is averaged over the batches of a step, where the library's Trainer adds it up"
             warnings.warn(str(InputError(what, fix=f'to add it up: "{COUNT}": torch.tensor(1) in the sample')), stacklevel=2)
-        batch, shares = parallel.autopar.inputs.batch, parallel.data_world
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            if getattr(self.args, name) * shares != batch:
-                raise InputError(
-                    f"{name}={getattr(self.args, name)} is not the planned batch of {batch}, in {shares} share(s)",
-                    fix=f"{name}={batch // shares}, or plan with another batch",
-                )
+        self._check_batch("per_device_train_batch_size")
+        if self.eval_dataset is not None:
+            self._check_batch("per_device_eval_batch_size")
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that decay: those of the user's model, whose modules say by their classes which are norms."""
@@ -172,6 +169,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Dataset[object]) -> DataLoader[object]:
         """The samples of this rank, in order."""
+        self._check_batch("per_device_eval_batch_size")
         batch = self.model.autopar.inputs.batch
         if isinstance(test_dataset, Sized) and len(test_dataset) % batch and not self.args.dataloader_drop_last:
             raise InputError(
@@ -213,6 +211,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _check_batch(self, name: str) -> None:
+        batch, shares, asked = self.model.autopar.inputs.batch, self.model.data_world, getattr(self.args, name)
+        if asked * shares != batch:
+            raise InputError(
+                f"{name}={asked} is not the planned batch of {batch}, in {shares} share(s)",
+                fix=f"{name}={batch // shares}, or plan with another batch",
+            )
 
     def _loader(self, dataset: Dataset[object], *, shuffle: bool, seed: int, group: bool = False) -> DataLoader[object]:
         if not isinstance(dataset, Sized):

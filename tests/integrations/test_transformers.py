@@ -248,6 +248,11 @@ def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
     parallel = autopar.parallelize(source, SAMPLE, (1,))
     with pytest.raises(InputError, match="per_device_train_batch_size=4 is not the planned batch of 8, in 1 share"):
         Trainer(parallel, source, args=arguments(tmp_path, 4), train_dataset=DATA, eval_dataset=DATA)
+    args = arguments(tmp_path, 8)
+    args.per_device_eval_batch_size, args.eval_strategy = 16, "no"  # of which a training alone knows nothing
+    trainer = Trainer(parallel, source, args=args, train_dataset=DATA)
+    with pytest.raises(InputError, match="per_device_eval_batch_size=16 is not the planned batch of 8, in 1 share"):
+        trainer.evaluate(DATA)
     trainer = Trainer(parallel, source, args=arguments(tmp_path, 8), train_dataset=DATA, eval_dataset=DATA[:12])
     with pytest.raises(InputError, match="the data set has 12 samples, no multiple of the planned batch of 8"):
         trainer.evaluate()
