@@ -44,6 +44,15 @@ class ValueClass:
     def example(self) -> str:
         return self.members[0]
 
+    def renamed(self, new: Mapping[str, str]) -> ValueClass:
+        """This class of a program whose values, ops and outputs have new names."""
+        return replace(
+            self,
+            producer=new[self.producer],
+            consumers=tuple((new[name], position) for name, position in self.consumers),
+            members=tuple(new[name] for name in self.members),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classes:

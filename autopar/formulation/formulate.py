@@ -27,7 +27,7 @@ from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seco
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Output, Program, Value
+from autopar.ir.program import OUTPUT, Output, Program, Value
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.domains import offers
 from autopar.search_space.layout_graph import LayoutGraph
@@ -70,6 +70,22 @@ class PlanningProblem:
         """What the events of a step cost."""
         return StepPrices(self.analysis, self.prices)
 
+    def renamed(self, analysis: Analysis, policy: RecomputePolicy) -> PlanningProblem:
+        """This problem as that of another program that differs in names alone: it is the same number by number."""
+        new = dict(zip(_names(self.program), _names(analysis.program), strict=True))
+        choices = tuple(replace(choice, name=new[choice.name]) for choice in self.problem.choices)
+        edges = tuple(replace(edge, name=new[edge.name]) for edge in self.problem.edges)
+        return replace(
+            self,
+            analysis=analysis,
+            problem=replace(self.problem, choices=choices, edges=edges),
+            names=tuple(new[name] for name in self.names),
+            edges=tuple(values.renamed(new) for values in self.edges),
+            reruns=frozenset(new[name] for name in self.reruns),
+            dropped=frozenset(new[name] for name in self.dropped),
+            policy=policy,
+        )
+
     def only(self, solution: Solution) -> PlanningProblem:
         """This problem restricted to the layouts of a solution; recomputation and routes are still to be chosen."""
         return self.within([np.array([pick]) for pick in solution.picks])
@@ -100,6 +116,13 @@ class PlanningProblem:
                 tuple(found[c] for c in pick.tolist()) for found, pick in zip(self.candidates, picks, strict=True)
             ),
         )  # fmt: skip
+
+
+def _names(program: Program) -> Iterator[str]:
+    """The names of values, ops and outputs, in order."""
+    yield from program.values
+    yield from program.op
+    yield from (OUTPUT + output.path for output in program.outputs)
 
 
 def formulate(

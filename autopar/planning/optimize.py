@@ -207,11 +207,10 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
     return replace(best, memory_model=memory_model, solution=found, loop=loop)
 
 
-def transferred(found: Optimized, analysis: Analysis, mesh: Mesh, options: Options) -> Optimized:
-    """The solution of one program as that of another that differs in names alone, whose problem is the same number by
-    number."""
-    memory_model = problem_of(analysis, mesh, found.optimizer, replace(options, strategy=found.strategy))
-    return replace(found, memory_model=memory_model, loop=None)
+def transferred(found: Optimized, analysis: Analysis, options: Options) -> Optimized:
+    """The solution of one program as that of another that differs in names alone."""
+    formulated = found.formulated.renamed(analysis, policy_of(analysis, options.recompute))
+    return replace(found, memory_model=MemoryModel(formulated, found.optimizer), loop=None)
 
 
 def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> Seconds:

@@ -222,8 +222,11 @@ def resolved_plan(found: Optimized, options: Options, chosen: Assignment | None 
     return ResolvedPlan(plan=plan, analysis=found.formulated.analysis, assignment=chosen)
 
 
-def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None) -> Plan:
-    """The plan of a solution as text with its cost breakdown, or that of `chosen`, which recomputes other things."""
+def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None, *, alike: Plan | None = None) -> Plan:
+    """The plan of a solution as text with its cost breakdown, or that of `chosen`, which recomputes other things.
+
+    If there is a plan `alike`, of the same solution under other names, the simulator does not run the step again.
+    """
     formulated, solution = found.formulated, found.solution
     program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
     chosen = chosen or assignment(formulated, solution)
@@ -235,7 +238,14 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
     hidden = hidden_time(events, prices, once=chosen.once)
     seconds = sum(event.seconds for event in events) - hidden
     counted = seconds + sent_seconds(formulated, chosen)
-    timeline = simulated(found.memory_model.liveness, prices, chosen)
+    if alike is None:
+        timeline = simulated(found.memory_model.liveness, prices, chosen)
+        collectives = list(collectives_of(analysis, chosen, prices.prices, timeline.sent))
+        step = figures(timeline, prices, chosen)
+    else:
+        own = collectives_of(analysis, chosen, prices.prices)
+        collectives = [replace(one, exposed=known.exposed) for one, known in zip(own, alike.collectives, strict=True)]
+        step = alike.breakdown.simulated
     return Plan(
         hash=analysis.step.hash,
         axes=mesh.axes,
@@ -248,7 +258,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         gap=max(0.0, counted - solution.bound) / counted if counted else 0.0,
         step_time=seconds,
         peak_memory=round(float(found.memory_model.liveness.walk(chosen).max())),
-        collectives=tuple(collectives_of(analysis, chosen, prices.prices, timeline.sent)),
+        collectives=tuple(collectives),
         choices=choices,
         layouts=layouts,
         routes=routes,
@@ -256,7 +266,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
         once=chosen.once,
         searched="; ".join(_searched(found, options)),
         padded=paddings(analysis.step),
-        breakdown=account(found.memory_model, chosen, events, hidden, limit, figures(timeline, prices, chosen)),
+        breakdown=account(found.memory_model, chosen, events, hidden, limit, step),
     )
 
 

@@ -103,6 +103,7 @@ class StagePlanner:
         self.mesh, self.link, self.options, self.settings = mesh, link, replace(options, pipeline=None), settings
         self._known: dict[str, _Solved | BudgetError] = {}
         self._full: dict[str, list[_Solved]] = {}  # with more micro-batches in flight, where one alone did not suffice
+        self._written: dict[Optimized, Plan] = {}  # the first plan that was written of a solution
 
     @property
     def limit(self) -> Bytes:
@@ -173,11 +174,14 @@ class StagePlanner:
 
     def written(self, stage: StagePlan) -> Plan:
         """The plan of a stage under its own names."""
-        return replace(to_plan(self.named(stage), stage.options), options=self.options.text())
+        alike = self._written.get(stage.found)
+        made = to_plan(self.named(stage), stage.options, alike=alike)
+        self._written.setdefault(stage.found, made)
+        return replace(made, options=self.options.text())
 
     def named(self, stage: StagePlan) -> Optimized:
         """The solution of a stage under its own names."""
-        return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), self.mesh, stage.options)
+        return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), stage.options)
 
     def _within(self, step: TrainingStep, options: Options, share: _Share, place: int, *, alone: bool) -> _Solved:
         """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight, or

@@ -18,11 +18,12 @@ from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
-from autopar.planning.optimize import analysed, solution_time, solved
+from autopar.planning.optimize import analysed, problem_of, solution_time, solved
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, staged
+from autopar.planning.pipeline_search import search_pipeline
 from autopar.planning.pipeline_space import PipelineAxis
 from autopar.planning.pipeline_stages import StageCuts
-from autopar.planning.planner import connected_mesh, read_program
+from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.planning.stage_plans import FLIGHTS_GAP, StagePlanner
 from autopar.solver.settings import DEFAULTS
 from tests.planning.test_pipeline_search import LENGTH, blocks, device, network, plan
@@ -118,6 +119,29 @@ def test_a_stage_within_a_budget_is_as_good_as_with_all_micro_batches_in_flight_
             assert own <= (1 + FLIGHTS_GAP) * judged
     flights = [(stage.found.formulated.analysis.step.flights, stage.step.flights) for stage in stages]
     assert any(has > own for has, own in flights) == shared
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"schedule": "zb-v"},
+        {"recompute": "blocks", "constraints": {"*.mlp.c_fc.weight": "S(0)"}},
+        {"strategy": "zero1", "recompute": "selective"},
+    ],
+)
+def test_a_stage_like_another_is_written_as_if_it_were_formulated_and_simulated_itself(asked: dict[str, Any]) -> None:
+    program = read_program(*pipelines.gpt2(16, n_layer=8), Options()).program
+    starts = ["transformer.h.2", "transformer.h.4", "transformer.h.6"]
+    options = Options(device=FAST, pipeline="pp", microbatches=4, stages=starts, **asked)
+    found = search_pipeline(program, [connected_mesh({"pp": 2, "dp": 2}, options)], options).found
+    assert found is not None
+    made, planner, _ = found
+    assert made.stages[1].found is made.stages[2].found
+    for stage in made.stages:
+        named = replace(stage.options, strategy=stage.found.strategy)
+        model = problem_of(analysed(stage.step, planner.mesh, stage.options), planner.mesh, stage.found.optimizer, named)
+        direct = to_plan(replace(stage.found, memory_model=model), stage.options)
+        assert planner.written(stage) == replace(direct, options=planner.options.text())
 
 
 def test_stages_are_left_out_where_one_is_too_slow_beside_the_best_plans_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
