@@ -163,10 +163,10 @@ def explained(
         planned = Planned(resolved=resolved, captured=captured, solved=without, phases={})
         return Explanation(planned=planned, options=replace(options, pipeline=None, microbatches=plan.microbatches))
     assert search.found is not None, "a plan that was made has stages or none"
-    made, planner, _ = search.found
-    solved = tuple(map(planner.named, made.stages))
+    made, over, _ = search.found
+    solved = tuple(map(over.planner.named, made.stages))
     whole = made.mesh.joined if options.pipeline == AUTO else made.mesh
     uncut = next(one for one in meshes if (one.axes, one.sizes) == (whole.axes, whole.sizes))
     return StagedExplanation(
-        plan=plan, program=captured.program, mesh=uncut, options=options, solved=solved, made=made, planner=planner
+        plan=plan, program=captured.program, mesh=uncut, options=options, solved=solved, made=made, planner=over.planner
     )

@@ -9,7 +9,7 @@ They are those of `analysis.regions`, which end with blocks, cut further
     between two matrix products                      where no more bytes pass than where the region begins or ends
 
 so that stages are more equal than whole blocks allow: of 32 blocks, and a head that is nearly as dear as two, four ranks have
-about 8 1/2 blocks each.
+about 8 1/2 blocks each. `fine_starts` cuts between any two matrix products.
 """
 
 from __future__ import annotations
@@ -29,11 +29,24 @@ from autopar.operators import row_of, writes
 @remembered
 def stage_starts(program: Program) -> tuple[int, ...]:
     """The place of the first op of each region. For other sizes they may be others."""
-    ends = frozenset(regions(program))
-    passing = _passing(program)
-    wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing)})
+    wide, passing = _wide(program), passing_bytes(program)
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
     return tuple(sorted({*wide[:-1], *narrow}))
+
+
+@remembered
+def fine_starts(program: Program) -> tuple[int, ...]:
+    """The places at which a stage can begin if it may receive more bytes: also where the fewest pass between any two matrix
+    products of a region."""
+    starts = stage_starts(program)
+    between = (_between(program, first, stop) for first, stop in itertools.pairwise((*starts, len(program.ops))))
+    return tuple(sorted({*starts, *itertools.chain.from_iterable(between)}))
+
+
+def _wide(program: Program) -> list[int]:
+    """The places where regions begin that end with blocks, or before a parameter that is read again; and the end."""
+    ends = frozenset(regions(program))
+    return sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing_bytes(program))})
 
 
 def _read_again(program: Program, ends: Collection[int], passing: Sequence[Bytes]) -> Iterator[int]:
@@ -59,15 +72,19 @@ def _read_again(program: Program, ends: Collection[int], passing: Sequence[Bytes
 def _narrow(program: Program, first: int, stop: int, passing: Sequence[Bytes]) -> Iterator[int]:
     """The places between two matrix products of these ops where no more bytes pass than where they begin or end, if they do so
     within the program."""
-    products = [place for place in range(first, stop) if row_of(program.ops[place]).contracts]
     most = max(passing[place] for place in (first, stop) if place < len(program.ops))
+    yield from (place for place in _between(program, first, stop) if passing[place] <= most)
+
+
+def _between(program: Program, first: int, stop: int) -> Iterator[int]:
+    """The places between two matrix products of these ops where the fewest bytes pass."""
+    products = [place for place in range(first, stop) if row_of(program.ops[place]).contracts]
     for before, after in itertools.pairwise(products):
-        least = min(range(after, before, -1), key=passing.__getitem__)
-        if passing[least] <= most:
-            yield least
+        yield min(range(after, before, -1), key=passing_bytes(program).__getitem__)
 
 
-def _passing(program: Program) -> list[Bytes]:
+@remembered
+def passing_bytes(program: Program) -> list[Bytes]:
     """How many bytes are sent from a stage to the next if that begins with an op, for each of them."""
     again, last = made_again(program), dict[str, int]()
     for place, op in enumerate(program.ops):
@@ -107,4 +124,4 @@ def made_again(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-__all__ = ["made_again", "stage_starts"]
+__all__ = ["fine_starts", "made_again", "passing_bytes", "stage_starts"]

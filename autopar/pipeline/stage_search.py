@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.clock import Clock, StageSeconds
@@ -62,19 +62,22 @@ def partition(
     nodes: int = NODES,
     simulations: int = NODES,
     start: Cuts | None = None,
+    more: int = 0,
 ) -> StagePartition | None:
     """The parts by which a step of the schedule is shortest; None if there are none.
 
     Args:
         schedule: a complete one, without messages.
         regions: how many regions are to be cut into stages of at least one each.
-        price: seconds of a stage made of the regions from `start` to `stop`, exclusive, by (stage, start, stop); None if no
-            plan of it fits into the memory. The memory of a rank with several stages is to be shared among them beforehand.
+        price: seconds of a stage made of the regions from `start` to `stop`, exclusive, by (stage, start, stop), no less
+            of more regions; None if no plan of it fits into the memory. The memory of a rank with several stages is to be
+            shared among them beforehand.
         nodes: of the search, at most; where they do not suffice, the best that was found, with the least bound that is open.
         simulations: after which the best so far is not improved any more by moving single regions.
         start: cuts that are known to be good.
+        more: micro-batches that a step has beyond those of the schedule, in its steady state.
     """
-    return _Search(schedule, regions, price, simulations, start).best(nodes)
+    return _Search(schedule, regions, price, simulations, start, more).best(nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -96,10 +99,10 @@ class _Search:
     """`ways` holds, by stage and first region, the stops and seconds of what fits; the others the completion bounds."""
 
     def __init__(
-        self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int, start: Cuts | None = None
+        self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int, start: Cuts | None, more: int
     ) -> None:
         self.schedule, self.regions, self.clock, self.simulations = schedule, regions, Clock(schedule), simulations
-        self.count, self.m = schedule.stages, schedule.microbatches
+        self.count, self.m, self.more = schedule.stages, schedule.microbatches + more, more
         self.halves = any(row.action.kind == ActionKind.BACKWARD_INPUT for row in self.clock.rows)
         self.ways: dict[tuple[int, int], dict[int, StageSeconds]] = {}
         self.path: dict[tuple[int, int], float] = {}
@@ -120,7 +123,7 @@ class _Search:
         fitting = [one for one in stages if one is not None]
         if not cuts or len(fitting) < len(stages):
             return None, math.inf
-        self.timed[cuts] = self.clock.seconds(fitting)
+        self.timed[cuts] = seconds_with(self.clock, fitting, self.more)
         return cuts, self.timed[cuts] * (1 + ROUNDING)
 
     def _complete(self, stage: int, start: int, price: Price) -> None:
@@ -130,7 +133,9 @@ class _Search:
         found = {}
         for stop in stops:
             seconds = price(stage, start, stop) if start < stop and (last or (stage + 1, stop) in self.ways) else None
-            if seconds is not None and self.m * seconds.busy + seconds.once <= self.longest:
+            if seconds is not None and self.m * seconds.busy + seconds.once > self.longest:
+                break  # and so do those of more regions
+            if seconds is not None:
                 found[stop] = seconds
         if found:
             self.ways[stage, start] = found
@@ -256,7 +261,7 @@ class _Search:
 
     def _time(self, cuts: Cuts) -> float:
         if cuts not in self.timed:
-            self.timed[cuts] = self.clock.seconds(self._stages(cuts))
+            self.timed[cuts] = seconds_with(self.clock, self._stages(cuts), self.more)
         return self.timed[cuts]
 
     def _descend(self, cuts: Cuts) -> tuple[float, Cuts]:
@@ -282,9 +287,17 @@ class _Search:
         return node.cuts
 
 
+def seconds_with(clock: Clock, stages: Sequence[StageSeconds], more: int) -> float:
+    """Seconds of a step with so many micro-batches more than its schedule has: the rank with most to do sets their pace."""
+    busy = dict.fromkeys(range(len(clock.schedule.ranks)), 0.0)
+    for stage, one in enumerate(stages):
+        busy[clock.schedule.rank_of[stage]] += one.busy
+    return clock.seconds(stages) + more * max(busy.values())
+
+
 def _pairs(stages: int) -> list[tuple[int, int]]:
     """The runs of cuts between two stages, as first and last, exclusive; the shortest first."""
     return [(first, first + length) for length in range(1, stages) for first in range(1, stages - length + 1)]
 
 
-__all__ = ["NODES", "Price", "StagePartition", "partition"]
+__all__ = ["NODES", "Cuts", "Price", "StagePartition", "partition", "seconds_with"]

@@ -5,6 +5,7 @@
                shorter
     settle     what may be best by 1f1b is planned, with one in flight and with all of them, until the others are slower
     refine     other schedules are tried with the numbers that were best under 1f1b
+    cut anew   the stages of the best plan, by what they were found to take
 
 Without stages a step is bounded once one number of ranks is guessed. It is planned then where its bound is below all that these
 promise, and else when stages are: most numbers of micro-batches are slower by their bound by then.
@@ -39,7 +40,7 @@ from autopar.planning.plan_search import PADDED
 from autopar.solver.settings import SearchSettings
 
 FULL = 4  # micro-batches for each rank from which the search goes up or down at first
-REFINED = 2  # pairs of ranks and micro-batches for which all schedules are tried
+REFINED = 3  # pairs of ranks and micro-batches for which all schedules are tried
 LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
 
 
@@ -75,6 +76,7 @@ class LargePipelineSearch(PipelineTrials):
         self._settle()
         self._refine()
         self._without_stages()
+        self.recut()
 
     def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
         def seconds(runs: int) -> Seconds:

@@ -13,8 +13,11 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopar.analysis.fits import fit_of
 from autopar.analysis.fusion import fused
@@ -26,11 +29,12 @@ from autopar.formulation.prices import Prices, op_seconds
 from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
-from autopar.passes.stage_regions import made_again, stage_starts
-from autopar.pipeline.clock import StageSeconds
+from autopar.passes.stage_regions import fine_starts, made_again, passing_bytes, stage_starts
+from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.named_schedules import CHUNKS, named
+from autopar.pipeline.rank_balance import balanced
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import StagePartition, partition
+from autopar.pipeline.stage_search import Price, StagePartition, partition, seconds_with
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.schedule_file import fitting, is_file
@@ -38,7 +42,9 @@ from autopar.search_space.candidates import INVARIANT, candidate
 
 STEADY = 4  # micro-batches for each rank, after which their actions repeat
 WORTH = 1e-2  # of a step, that cuts within blocks are to save by rough prices
+SMALL = 0.1  # of the seconds of a region: what is not cut off it
 NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and actions that the clock times for it
+RECUT = 4  # times as many, by what planned stages take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,15 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
     return Mesh(axes=axes, sizes=sizes, links=links, device=mesh.device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recut:
+    """Other starts of stages, which take `seconds` where the known ones take `before`, both by the same law."""
+
+    starts: tuple[int, ...]
+    seconds: Seconds
+    before: Seconds
+
+
 class StageCuts:
     """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device."""
 
@@ -81,6 +96,14 @@ class StageCuts:
     def shares(self, starts: tuple[int, ...]) -> list[float]:
         """The parts of the program's seconds, by rough prices, in the stages that begin with these ops."""
         return self._regions.shares(starts)
+
+    def recut(self, cut: Cut, known: Sequence[StageSeconds]) -> tuple[Cut, float]:
+        """Stages for the same schedule by what those of a cut take, and what their step takes, in parts of that of the cut."""
+        ranks, runs = len(cut.schedule.ranks), cut.schedule.microbatches
+        _, few = _schedule(cut.name, ranks, cut.schedule.stages // ranks, min(runs, STEADY * ranks))
+        found = self._regions.recut(few, runs - few.microbatches, cut.starts, known)
+        made = replace(cut, starts=found.starts, modules=tuple(map(self._regions.module, found.starts)))
+        return made, found.seconds / found.before
 
     def chosen(self, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
         """The stages that the options ask for, of which the axis of the mesh has the ranks.
@@ -109,7 +132,8 @@ class StageCuts:
         if schedule.deferred and options.compiled:
             what = f"the schedule {name} defers gradients of weights, which a compiled backward makes at once"
             raise ConstraintError(what, fix='schedule="1f1b" or "interleaved"; or plan without compiled=True')
-        starts = starts or found.balanced(given or _few(name, ranks, count // ranks, microbatches))
+        few = given or _few(name, ranks, count // ranks, microbatches)
+        starts = starts or found.balanced(few, microbatches - few.microbatches)
         return Cut(starts=starts, modules=tuple(map(found.module, starts)), name=name, schedule=schedule)
 
 
@@ -146,7 +170,7 @@ class _Regions:
         self.firsts = stage_starts(program)
         self._compiled = fused(program) if device.compiled else program  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
-        self._balanced: dict[PipelineSchedule, tuple[int, ...]] = {}
+        self._balanced: dict[tuple[PipelineSchedule, int], tuple[int, ...]] = {}
 
     def module(self, start: int) -> str:
         """The module of the op at this place."""
@@ -178,36 +202,92 @@ class _Regions:
         fix = "a module at which a stage can begin, as above" if known else "how many stages: regions begin in no module"
         raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)
 
-    def balanced(self, schedule: PipelineSchedule) -> tuple[int, ...]:
-        """The starts by which a schedule is fastest, of regions that one device runs whole."""
-        if schedule not in self._balanced:
-            self._balanced[schedule] = self._searched(schedule)
-        return self._balanced[schedule]
+    def balanced(self, schedule: PipelineSchedule, more: int) -> tuple[int, ...]:
+        """The starts by which a schedule with so many micro-batches more is fastest, of regions that one device runs whole."""
+        if (schedule, more) not in self._balanced:
+            self._balanced[schedule, more] = self._searched(schedule, more)
+        return self._balanced[schedule, more]
 
     def shares(self, starts: tuple[int, ...]) -> list[float]:
         """The part of the seconds of one device that each of the stages has which begin with these ops."""
-        before = dict(zip((*self.firsts, len(self.program.ops)), map(sum, self._seconds), strict=True))
+        before = [sum(both) for both in self._before]
         whole = before[len(self.program.ops)]
         return [(before[stop] - before[start]) / whole for start, stop in itertools.pairwise((*starts, len(self.program.ops)))]
 
-    def _searched(self, schedule: PipelineSchedule) -> tuple[int, ...]:
-        """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
-        last, ends = len(self.firsts), {end + 1 for end in regions(self.program)}
-        blocks = [region for region, first in enumerate(self.firsts) if not region or first in ends]
-        within = self._best(schedule, range(last + 1))
-        if schedule.stages <= len(blocks) < last:
-            between = self._best(schedule, [*blocks, last])
-            within = within if within.seconds < (1 - WORTH) * between.seconds else between
-        return tuple(self.firsts[cut] for cut in within.cuts[:-1])
+    def recut(self, schedule: PipelineSchedule, more: int, starts: Sequence[int], known: Sequence[StageSeconds]) -> Recut:
+        """The starts by which the schedule is fastest, by what planned stages take, which have other `starts`; also between any
+        two matrix products that a region has.
 
-    def _best(self, schedule: PipelineSchedule, places: Sequence[int]) -> StagePartition:
-        """The best of the cuts before these regions; where a rank has one stage, such that it reads a parameter if there are
-        any: optimizers want some."""
-        seconds, read = [self._seconds[region] for region in places], [self._parameters[region] for region in places]
+        Each part of a planned stage takes as much of its seconds as of those of one device, a message as long for each byte as
+        the messages of the plan.
+        """
+        places, ends, passing = [*self._fine(), stop := len(self.program.ops)], [*starts, stop], passing_bytes(self.program)
+        there, back = (np.array(parts) for parts in zip(*self._before, strict=True))
+        takes = zip(*((one.forward, one.backward_input, one.backward_weight, one.once) for one in known), strict=True)
+        taken = [
+            np.interp(rough[places], rough[ends], [0.0, *itertools.accumulate(parts)]).tolist()
+            for rough, parts in zip((there, back, back, back), takes, strict=True)
+        ]
+        unit = sum(one.activations for one in known[:-1]) / max(1, sum(passing[start] for start in starts[1:]))
+        sent = [unit * passing[place] for place in places]
+
+        def price(stage: int, start: int, stop: int) -> StageSeconds:
+            forward, backward_input, backward_weight, once = (sums[stop] - sums[start] for sums in taken)
+            return StageSeconds(
+                forward=forward, backward_input=backward_input, backward_weight=backward_weight, once=once,
+                activations=sent[stop], gradients=sent[start],
+            )  # fmt: skip
+
+        runs = schedule.microbatches + more
+        work = [runs * (forward + first + second) + once for forward, first, second, once in zip(*taken, strict=True)]
+        found = self._best(schedule, more, places, price, work, actions=RECUT * ACTIONS)
+        return Recut(starts=found.cuts[:-1], seconds=found.seconds, before=seconds_with(Clock(schedule), known, more))
+
+    def _fine(self) -> list[int]:
+        """The places at which stages may begin, but those that cut a part off which is small beside its region."""
+        wide, found = sorted(self.firsts), list[int]()
+        work = [sum(both) for both in self._before]
+        for place in fine_starts(self.program):
+            region = bisect_right(wide, place) - 1
+            first, stop = wide[region], (*wide, len(self.program.ops))[region + 1]
+            least = SMALL * (work[stop] - work[first])
+            if place == first or min(work[place] - work[found[-1]], work[stop] - work[place]) >= least:
+                found.append(place)
+        return found
+
+    def _searched(self, schedule: PipelineSchedule, more: int) -> tuple[int, ...]:
+        """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
+        stop, ends = len(self.program.ops), {end + 1 for end in regions(self.program)}
+        blocks = [first for first in self.firsts if not first or first in ends]
+        within = self._roughly(schedule, more, [*self.firsts, stop])
+        if schedule.stages <= len(blocks) < len(self.firsts):
+            between = self._roughly(schedule, more, [*blocks, stop])
+            within = within if within.seconds < (1 - WORTH) * between.seconds else between
+        return within.cuts[:-1]
+
+    def _roughly(self, schedule: PipelineSchedule, more: int, places: Sequence[int]) -> StagePartition:
+        """The best of the cuts before these ops by the prices of one device."""
+        seconds = [self._before[place] for place in places]
 
         def price(stage: int, start: int, stop: int) -> StageSeconds:
             (a, b), (c, d) = seconds[start], seconds[stop]
             return StageSeconds(forward=c - a, backward_input=(d - b) / 2, backward_weight=(d - b) / 2)
+
+        return self._best(schedule, more, places, price, [sum(both) for both in seconds])
+
+    def _best(
+        self,
+        schedule: PipelineSchedule,
+        more: int,
+        places: Sequence[int],
+        price: Price,
+        work: Sequence[Seconds],
+        *,
+        actions: int = ACTIONS,
+    ) -> StagePartition:
+        """The best of the cuts before these ops, of which it has the places; where a rank has one stage, such that it reads a
+        parameter if there are any: optimizers want some. `work` is the seconds before each."""
+        read = [self._parameters[place] for place in places]
 
         def stored(stage: int, start: int, stop: int) -> StageSeconds | None:
             return price(stage, start, stop) if read[start] < read[stop] else None
@@ -217,8 +297,9 @@ class _Regions:
             schedule,
             len(places) - 1,
             nodes=NODES,
-            simulations=max(1, ACTIONS // sum(map(len, schedule.ranks))),
-            start=_even([sum(both) for both in seconds], schedule.stages),
+            simulations=max(1, actions // sum(map(len, schedule.ranks))),
+            start=balanced(work, schedule),
+            more=more,
         )
         found = search(price=stored) if schedule.stages == len(schedule.ranks) else None
         found = found or search(price=price)
@@ -227,24 +308,21 @@ class _Regions:
 
     @functools.cached_property
     def _parameters(self) -> list[int]:
-        """How many ops that no other stage runs read a parameter, or a view or cast of one, before each region and in all."""
+        """How many ops that no other stage runs read a parameter, or a view or cast of one, before each op and in all."""
         ops, known = self.program.ops, weights(self.program)
         reading = (op.name not in self.again and not known.isdisjoint(op.operands) for op in ops)
-        reads = [0, *itertools.accumulate(reading)]
-        return [reads[first] for first in (*self.firsts, len(ops))]
+        return [0, *itertools.accumulate(reading)]
 
     @functools.cached_property
-    def _seconds(self) -> list[tuple[Seconds, Seconds]]:
-        """Seconds of the forward and of the backward of all regions before each one, and of all; alike ops are priced once."""
+    def _before(self) -> list[tuple[Seconds, Seconds]]:
+        """Seconds of the forward and of the backward of all ops before each one, and of all; alike ops are priced once."""
         program, priced, seconds = self._compiled, dict[str, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
-        for first, stop in itertools.pairwise([*self.firsts, len(program.ops)]):
+        for op in program.ops:
+            alike = signature(op, program.values)
+            if alike not in priced:
+                priced[alike] = self._priced(op)
             there, back = seconds[-1]
-            for op in program.ops[first:stop]:
-                alike = signature(op, program.values)
-                if alike not in priced:
-                    priced[alike] = self._priced(op)
-                there, back = there + priced[alike][0], back + priced[alike][1]
-            seconds.append((there, back))
+            seconds.append((there + priced[alike][0], back + priced[alike][1]))
         return seconds
 
     def _priced(self, op: Op) -> tuple[Seconds, Seconds]:
@@ -252,23 +330,6 @@ class _Regions:
         fitted, values = fit_of(self.program, op.name), self.program.values
         ((both,), (there,)) = op_seconds(op, fitted, [candidate(op, None, values, (INVARIANT,))], values, self._prices)
         return there, both - there
-
-
-def _even(before: Sequence[Seconds], stages: int) -> tuple[int, ...]:
-    """Cuts into stages of which the squares of the seconds add up to least; `before` has the seconds of all regions before
-    each, and of all."""
-    regions = len(before) - 1
-    cost: dict[int, tuple[float, tuple[int, ...]]] = {
-        stop: (before[stop] ** 2, (0, stop)) for stop in range(1, regions - stages + 2)
-    }
-    for stage in range(1, stages):
-        cost = {
-            stop: min(
-                (cost[k][0] + (before[stop] - before[k]) ** 2, (*cost[k][1], stop)) for k in range(stage, stop) if k in cost
-            )
-            for stop in range(stage + 1, regions - stages + stage + 2)
-        }
-    return cost[regions][1]
 
 
 def _within(name: str, path: str) -> bool:

@@ -25,10 +25,11 @@ from autopar.planning.optimize import Optimized, solution_time
 from autopar.planning.pipeline_checks import check_program
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, no_faster, staged, written
 from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, cut_mesh, given_microbatches, products_floor
-from autopar.planning.pipeline_stages import Cut, StageCuts
+from autopar.planning.pipeline_stages import WORTH, Cut, StageCuts
 from autopar.planning.plan_search import best_variant, least_padded
 from autopar.planning.planner import to_plan
-from autopar.planning.stage_plans import StageBudgetError, StagePlanner
+from autopar.planning.schedule_file import is_file
+from autopar.planning.stage_plans import StageBudgetError
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import SearchSettings
 
@@ -38,7 +39,7 @@ MeshSizes = tuple[int, ...]
 class PipelineTrials(ABC):
     """A search over what is left open of a pipeline, with what it knows.
 
-    `found` are the stages of the best plan, with their planner and options; `without` is the best plan if it has none;
+    `found` are the stages of the best plan, with their axis and options; `without` is the best plan if it has none;
     `refused` why there were no plans.
     """
 
@@ -48,7 +49,7 @@ class PipelineTrials(ABC):
         self.program, self.options, self.settings = program, options, settings
         self.seconds = math.inf
         self.without: Optimized | None = None  # stages
-        self.found: tuple[StagedStep, StagePlanner, Options] | None = None
+        self.found: tuple[StagedStep, PipelineAxis, Options] | None = None
         self.fared: Counter[str] = Counter()
         self.refused: list[AutoparError] = []
         self._known_cuts: dict[tuple[int, MeshSizes], StageCuts] = {}  # by micro-batches, and the stages' mesh if it pads
@@ -171,8 +172,29 @@ class PipelineTrials(ABC):
             self.fared["planned"] += 1
             known.append(made)
             if made.seconds < self.seconds:
-                self.seconds, self.without, self.found = made.seconds, None, (made, over.planner, asked)
+                self.seconds, self.without, self.found = made.seconds, None, (made, over, asked)
         return min((made.seconds for made in known), default=slower)
+
+    def recut(self) -> None:
+        """Cut the best stages anew, by what they take."""
+        if self.found is None or self.ended:
+            return
+        made, over, asked = self.found
+        if is_file(asked.schedule) or not (asked.stages == AUTO or isinstance(asked.stages, int)):
+            return
+        cuts = self.cuts(over, made.cut.schedule.microbatches)
+        cut, share = cuts.recut(made.cut, made.stage_seconds)
+        if share > 1 - WORTH:
+            return
+        try:
+            found = staged(cuts.steps(cut.starts), over.mesh, over.axis, cut, over.planner, self.seconds)
+        except AutoparError as error:
+            self.refused.append(error)
+            return
+        self.fared["planned"] += 1
+        if found.seconds < self.seconds:
+            self.fared["cut anew"] += 1
+            self.seconds, self.found = found.seconds, (found, over, asked)
 
     def cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
         """The cuts of a step of so many micro-batches, padded as is best on the mesh of a stage; meshes have one device."""
@@ -217,9 +239,9 @@ class PipelineTrials(ABC):
             if not short:
                 raise self.refused[0]
             raise short[0] if self.options.pipeline == AUTO else short[-1]
-        made, planner, _ = self.found
+        made, over, _ = self.found
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
-        return written(made, planner, self.options, searched if open_ else "")
+        return written(made, over.planner, self.options, searched if open_ else "")
 
 
 __all__ = ["PipelineTrials"]

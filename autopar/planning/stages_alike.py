@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.ir.layout import I, Layout, Shape, text
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes.stage_regions import made_again, stage_starts
+from autopar.passes.stage_regions import fine_starts, made_again
 from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -114,7 +114,7 @@ def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
     """The places of the ops with which stages begin in another program: with the regions that have their first ops."""
     again = made_again(program)
     place = {op.name: number for number, stage in enumerate(found.stages) for op in stage.program.ops if op.name not in again}
-    starts, first = stage_starts(program), dict[int, int]()
+    starts, first = fine_starts(program), dict[int, int]()
     for at, op in enumerate(program.ops):
         if op.name in place:
             first.setdefault(place[op.name], starts[bisect_right(starts, at) - 1])

@@ -50,14 +50,15 @@ def any_price(draw: random.Random, regions: int, schedule: PipelineSchedule) -> 
     return price
 
 
-def enumerated(schedule: PipelineSchedule, regions: int, price: Price) -> tuple[float, tuple[int, ...]] | None:
-    clock, found = Clock(schedule), []
+def enumerated(schedule: PipelineSchedule, regions: int, price: Price, more: int = 0) -> tuple[float, tuple[int, ...]] | None:
+    clock, found, ranks = Clock(schedule), [], range(len(schedule.ranks))
     for inner in itertools.combinations(range(1, regions), schedule.stages - 1):
         cuts = (0, *inner, regions)
         stages = [price(stage, *ends) for stage, ends in enumerate(itertools.pairwise(cuts))]
         fitting = [one for one in stages if one is not None]
         if len(fitting) == len(stages):
-            found.append((clock.seconds(fitting), cuts))
+            busy = [sum(one.busy for s, one in enumerate(fitting) if schedule.rank_of[s] == rank) for rank in ranks]
+            found.append((clock.seconds(fitting) + more * max(busy), cuts))
     return min(found, default=None)
 
 
@@ -71,7 +72,8 @@ def test_the_search_finds_the_best_of_all_partitions() -> None:
     draw, none, better = random.Random(4), 0, 0
     for _ in range(500):
         schedule, regions, price = drawn(draw)
-        found, expected = partition(schedule, regions, price), enumerated(schedule, regions, price)
+        more = draw.choice((0, 0, 1, 10))
+        found, expected = partition(schedule, regions, price, more=more), enumerated(schedule, regions, price, more)
         assert (found is None) == (expected is None)
         if found is None or expected is None:
             none += 1
@@ -99,6 +101,20 @@ def test_where_the_search_is_cut_short_its_bound_holds_and_nothing_is_proven_tha
         assert not found.proven or found.seconds == pytest.approx(expected[0], rel=1e-12)
         open_ones += not found.proven
     assert open_ones > 50
+
+
+@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("zb-v", 2), ("interleaved", 2)])
+def test_the_rank_with_most_to_do_sets_the_pace_of_further_micro_batches(name: str, chunks: int) -> None:
+    """By the clock, for the whole of the schedule."""
+    draw = random.Random(6)
+    for _ in range(20):
+        stages = [
+            StageSeconds(forward=work, backward_input=work, backward_weight=work, activations=0.02, gradients=0.02)
+            for work in (draw.uniform(0.9, 1.1) for _ in range(4 * chunks))
+        ]
+        few, whole = (named(name, 4, count, chunks=chunks) for count in (16, 64))
+        pace = max(sum(stages[s].busy for s, rank in few.rank_of.items() if rank == own) for own in range(4))
+        assert Clock(few).seconds(stages) + 48 * pace == pytest.approx(Clock(whole).seconds(stages), rel=1e-2)
 
 
 def llama(p: int, blocks: int) -> Price:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,15 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches
+from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
+from autopar.planning import pipeline_search
 from autopar.planning.optimize import analysed, problem_of, solution_time, solved
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, staged
 from autopar.planning.pipeline_search import search_pipeline
 from autopar.planning.pipeline_space import PipelineAxis
-from autopar.planning.pipeline_stages import StageCuts
+from autopar.planning.pipeline_stages import Cut, StageCuts
 from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.planning.stage_plans import FLIGHTS_GAP, StagePlanner
 from autopar.solver.settings import DEFAULTS
@@ -135,13 +137,36 @@ def test_a_stage_like_another_is_written_as_if_it_were_formulated_and_simulated_
     options = Options(device=FAST, pipeline="pp", microbatches=4, stages=starts, **asked)
     found = search_pipeline(program, [connected_mesh({"pp": 2, "dp": 2}, options)], options).found
     assert found is not None
-    made, planner, _ = found
+    made, over, _ = found
+    planner = over.planner
     assert made.stages[1].found is made.stages[2].found
     for stage in made.stages:
         named = replace(stage.options, strategy=stage.found.strategy)
         model = problem_of(analysed(stage.step, planner.mesh, stage.options), planner.mesh, stage.found.optimizer, named)
         direct = to_plan(replace(stage.found, memory_model=model), stage.options)
         assert planner.written(stage) == replace(direct, options=planner.options.text())
+
+
+def test_stages_that_are_cut_anew_take_what_was_promised_and_less_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks and a head on two ranks, cut within a feed-forward network: promised by what known stages take."""
+    program = read_program(*pipelines.gpt2(16, n_layer=3), Options()).program
+    monkeypatch.setattr(pipeline_search, "LARGE", 0)
+    before, promised, recut = list[float](), list[float](), StageCuts.recut
+
+    def noted(cuts: StageCuts, cut: Cut, known: Sequence[StageSeconds]) -> tuple[Cut, float]:
+        found, share = recut(cuts, cut, known)
+        before.append(Clock(cut.schedule).seconds(known))
+        promised.append(share * before[-1])
+        return found, share
+
+    monkeypatch.setattr(StageCuts, "recut", noted)
+    options = Options(device=FAST, pipeline="pp", microbatches=16, schedule="1f1b")
+    search = search_pipeline(program, [connected_mesh({"pp": 2}, options)], options)
+    assert search.found is not None
+    made = search.found[0]
+    assert made.cut.modules == ("transformer.wte", "transformer.h.1.mlp.c_proj")
+    assert search.plan().step_time == made.seconds == pytest.approx(promised[0], rel=5e-3)
+    assert made.seconds < 0.98 * before[0]
 
 
 def test_stages_are_left_out_where_one_is_too_slow_beside_the_best_plans_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,15 @@ from torch import nn
 
 import autopar
 from autopar.errors import PlanError
+from autopar.passes.microbatches import microbatches
+from autopar.passes.stage_regions import fine_starts
 from autopar.plan.options import Options
+from autopar.planning.pipeline_plan import staged, written
+from autopar.planning.pipeline_space import PipelineAxis
+from autopar.planning.pipeline_stages import StageCuts
+from autopar.planning.planner import connected_mesh, read_program
 from autopar.runtime.workers import WorkerPool
+from autopar.solver.settings import DEFAULTS
 from autopar.verify import verification
 from tests.support import models, planning, table
 from tests.support.random_stages import random_stages
@@ -45,6 +52,23 @@ def test_stages_are_verified_like_whole_models(
     named = {row.name for row in report.rows if row.what == "gradient"}
     assert named == trained
     assert {"loss", "logits"} <= {row.name for row in report.rows if row.what == "output"}
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+@pytest.mark.parametrize("start", ["transformer.h.0.attn.c_proj", "transformer.h.1.mlp.c_proj"])
+def test_stages_that_begin_between_two_products_are_verified(start: str, strategy: str, threads: Threads) -> None:
+    """Where only a cut by what stages take may begin: behind attention, and within a feed-forward network."""
+    model, sample = models.make("gpt2")
+    options = Options(device="h100", strategy=strategy, pipeline="pp", microbatches=2, schedule="1f1b")
+    mesh, captured = connected_mesh({"pp": 2, "tp": 2}, options), read_program(model, sample, options)
+    cuts, over = StageCuts(microbatches(captured.program, 2), mesh.device), PipelineAxis.of(mesh, "pp", options, DEFAULTS)
+    place = next(at for at in fine_starts(cuts.step.program) if cuts.step.program.ops[at].name.startswith(f"{start}:"))
+    cut = replace(cuts.chosen(mesh, "pp", options, 2), starts=(0, place), modules=("transformer.wte", start))
+    plan = written(staged(cuts.steps(cut.starts), mesh, "pp", cut, over.planner), over.planner, options, "")
+    assert plan.pipeline is not None
+    assert len(plan.pipeline.crossings) == 2
+    report = verification.verify(model, sample, {"pp": 2, "tp": 2}, plan, Options(), threads)
+    assert report.ok, report
 
 
 class Windows(nn.Module):
