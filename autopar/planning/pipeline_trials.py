@@ -184,7 +184,7 @@ class PipelineTrials(ABC):
             return
         cuts = self.cuts(over, made.cut.schedule.microbatches)
         cut, share = cuts.recut(made.cut, made.stage_seconds)
-        if share > 1 - WORTH:
+        if share * made.seconds >= min(self.seconds, (1 - WORTH) * made.seconds):
             return
         try:
             found = staged(cuts.steps(cut.starts), over.mesh, over.axis, cut, over.planner, self.seconds)
@@ -194,7 +194,7 @@ class PipelineTrials(ABC):
         self.fared["planned"] += 1
         if found.seconds < self.seconds:
             self.fared["cut anew"] += 1
-            self.seconds, self.found = found.seconds, (found, over, asked)
+            self.seconds, self.without, self.found = found.seconds, None, (found, over, asked)
 
     def cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
         """The cuts of a step of so many micro-batches, padded as is best on the mesh of a stage; meshes have one device."""

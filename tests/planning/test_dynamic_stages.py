@@ -79,7 +79,7 @@ def test_loss_and_gradients_of_stages_at_another_size_are_those_of_the_sequentia
     assert any(note.startswith("may vary: batch (dim 0 of") for note in report.notes)
 
 
-REFUSED = (19,)  # it changes, within a merged dim, between blocks for which 3 samples have no all-to-all over 4 ranks
+REFUSED = (49, 50)  # they change, within a merged dim, between blocks for which 3 samples have no all-to-all over 4 ranks
 
 
 class Merging(nn.Module):
@@ -98,7 +98,7 @@ class Merging(nn.Module):
         return {"scores": scores, "loss": scores.square().sum()}
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=further) for seed in range(1, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=further) for seed in (*range(1, 30), *REFUSED))])
 def test_random_stages_are_carried_to_other_sizes_or_refused(threads: Threads, seed: int) -> None:
     torch.manual_seed(0)
     model, sample, mesh = Merging(), {"x": torch.randn(8, 12, 5)}, {"pp": 2, "tp": 4}

@@ -169,6 +169,26 @@ def test_stages_that_are_cut_anew_take_what_was_promised_and_less_than_before(mo
     assert made.seconds < 0.98 * before[0]
 
 
+def test_stages_that_are_cut_anew_may_win_over_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan without stages is between the stages as they were cut first and as they are cut anew."""
+    program = read_program(*pipelines.gpt2(16, n_layer=3), Options()).program
+    options = Options(device=FAST, pipeline="pp", microbatches=16, schedule="1f1b")
+    monkeypatch.setattr(pipeline_search, "LARGE", 0)
+    monkeypatch.setattr(pipeline_search.LargePipelineSearch, "recut", lambda search: None)
+    search = search_pipeline(program, [connected_mesh({"pp": 2}, options)], options)
+    monkeypatch.undo()
+    assert search.found is not None
+    first = search.seconds
+    search.without = search.found[0].stages[0].found
+    search.seconds = 0.9 * first
+    search.recut()
+    assert search.plan().pipeline is None
+    search.seconds = 0.99 * first
+    search.recut()
+    assert search.plan().pipeline is not None
+    assert search.plan().step_time == search.seconds < 0.98 * first
+
+
 def test_stages_are_left_out_where_one_is_too_slow_beside_the_best_plans_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage is the slower one: planned within memory it says that the step takes longer than with plenty."""
     program, flights, solve = read_program(*pipelines.gpt2(16, n_layer=4), Options()).program, list[int](), StagePlanner._solve
