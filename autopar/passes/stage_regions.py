@@ -29,7 +29,8 @@ from autopar.operators import row_of, writes
 @remembered
 def stage_starts(program: Program) -> tuple[int, ...]:
     """The place of the first op of each region. For other sizes they may be others."""
-    wide, passing = _wide(program), passing_bytes(program)
+    ends, passing = frozenset(regions(program)), passing_bytes(program)
+    wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing)})
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
     return tuple(sorted({*wide[:-1], *narrow}))
 
@@ -41,12 +42,6 @@ def fine_starts(program: Program) -> tuple[int, ...]:
     starts = stage_starts(program)
     between = (_between(program, first, stop) for first, stop in itertools.pairwise((*starts, len(program.ops))))
     return tuple(sorted({*starts, *itertools.chain.from_iterable(between)}))
-
-
-def _wide(program: Program) -> list[int]:
-    """The places where regions begin that end with blocks, or before a parameter that is read again; and the end."""
-    ends = frozenset(regions(program))
-    return sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing_bytes(program))})
 
 
 def _read_again(program: Program, ends: Collection[int], passing: Sequence[Bytes]) -> Iterator[int]:
@@ -78,9 +73,10 @@ def _narrow(program: Program, first: int, stop: int, passing: Sequence[Bytes]) -
 
 def _between(program: Program, first: int, stop: int) -> Iterator[int]:
     """The places between two matrix products of these ops where the fewest bytes pass."""
+    passing = passing_bytes(program)
     products = [place for place in range(first, stop) if row_of(program.ops[place]).contracts]
     for before, after in itertools.pairwise(products):
-        yield min(range(after, before, -1), key=passing_bytes(program).__getitem__)
+        yield min(range(after, before, -1), key=passing.__getitem__)
 
 
 @remembered

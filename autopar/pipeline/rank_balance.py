@@ -29,7 +29,7 @@ def balanced(before: Sequence[float], schedule: PipelineSchedule) -> Cuts:
     """
     work, count, rank_of = np.array(before), schedule.stages, schedule.rank_of
     runs = [_different(first, rank_of) for first in range(count)]
-    cuts = _chosen(work, (0, len(before) - 1), [0.0] * count)  # stages that are as equal
+    cuts = _chosen(work, (0, len(before) - 1), [0.0] * count)  # stages that are about equal
     changed = count > len(schedule.ranks)
     while changed:
         changed = False
