@@ -28,7 +28,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import rooms
-from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.clock import StageSeconds
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.optimize import analysed, least_price
@@ -116,7 +116,7 @@ class LargePipelineSearch(PipelineTrials):
         except AutoparError as error:
             self.refused.append(error)
             return math.inf
-        least = Clock(cut.schedule).seconds(stages)
+        _, least = cut.filled(stages)
         self._hoped.append(Hope(seconds=least, over=over, runs=runs, stages=stages, guessed=guess))
         return least
 
@@ -171,7 +171,7 @@ class LargePipelineSearch(PipelineTrials):
         cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
         cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
         alike = self._alike.get((one.over, one.runs, cut.schedule.stages), one.stages)
-        return replace(one, stages=alike).by(cut.schedule, cuts.shares(cut.starts))
+        return replace(one, stages=alike).by(cut, cuts.shares(cut.starts))
 
     def _promise(self, one: Hope, ways: Iterable[ScheduledStages]) -> Seconds:
         """The least that a step may take by the first schedule or one of these, by what stages are hoped to take."""
@@ -194,11 +194,11 @@ class LargePipelineSearch(PipelineTrials):
         the first one or by all; infinite where it may be faster."""
         if self.seconds == math.inf:
             return math.inf
-        clock, runs = Clock(cut.schedule), steps.step.microbatches
-        least = clock.seconds(guessed(steps, cut, self.cuts(over, runs).shares(cut.starts), over.planner))
+        runs = steps.step.microbatches
+        _, least = cut.filled(guessed(steps, cut, self.cuts(over, runs).shares(cut.starts), over.planner))
         if least < self.seconds:
             alone = self._alike[over, runs, cut.schedule.stages] = hoped(steps, cut, over.planner)
-            least = clock.seconds(alone)
+            _, least = cut.filled(alone)
         if least < self.seconds:
             return math.inf
         self.fared["slower with one micro-batch in flight"] += 1

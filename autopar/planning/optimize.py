@@ -29,10 +29,11 @@ from autopar.plan.text import size_text
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.strategies import constrained, constraints_of
 from autopar.solver.dual_ascent import dual_ascent
-from autopar.solver.highs import SlowerError, TimeLimitError
+from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.presolve import merge_followers
-from autopar.solver.problem import Solution
+from autopar.solver.problem import Problem, Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
+from autopar.solver.solve import solve
 
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 PLACES = {H: "host", D: "disk"}
@@ -213,23 +214,43 @@ def transferred(found: Optimized, analysis: Analysis, options: Options) -> Optim
     return replace(found, memory_model=MemoryModel(formulated, found.optimizer), loop=None)
 
 
-def least_price(analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> Seconds:
-    """Seconds that every solution for an analysed program takes, in whatever memory: by the bound of dual ascent.
+def least_price(
+    analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS, *, exact: bool = False
+) -> Seconds:
+    """Seconds that every solution for an analysed program takes, in whatever memory: by the bound of dual ascent, or, if it is
+    to be `exact`, of the problem when it is solved, for which a large model takes seconds.
 
     With `strategy="auto"` so does every named strategy: one that gathers weights once for all micro-batches is a program apart.
     Raises ConstraintError if none can run as is asked for.
     """
-    least, refused = [], []
+    bounds, refused = list[tuple[Seconds, Problem]](), list[ConstraintError]()
     for strategy in (options.strategy, *_apart(analysis, options)):
         try:
             problem = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy)).formulated.problem
         except ConstraintError as error:
             refused.append(error)
         else:
-            least.append(dual_ascent(merge_followers(problem, settings).problem, settings).bound)
-    if not least:
+            bounds.append((dual_ascent(merge_followers(problem, settings).problem, settings).bound, problem))
+    if not bounds:
         raise refused[0]
-    return min(least)
+    bounds.sort(key=lambda one: one[0])
+    if not exact:
+        return bounds[0][0]
+    least = math.inf
+    for bound, problem in bounds:
+        if bound < least:
+            least = min(least, max(bound, _solved_bound(problem, settings)))
+    return least
+
+
+def _solved_bound(problem: Problem, settings: SearchSettings) -> Seconds:
+    """What is proven when a problem is solved; 0 where that fails."""
+    try:
+        return solve(problem, settings=settings).bound
+    except TimeLimitError as error:
+        return error.bound
+    except SolverError:
+        return 0.0
 
 
 def solution_time(memory_model: MemoryModel, solution: Solution) -> Seconds:

@@ -54,7 +54,7 @@ def least_step(
     work, once = sum(one.busy for one in known), sum(one.once for one in known)
     more = math.ceil(WEIGHT * ranks * path) if ranks * path * work > runs * work + once else 0
     whole = StageSteps(step, (0,)).made(0, {})
-    price = least_price(analysed(_repeated(whole, runs + more), mesh, options), mesh, options, settings)
+    price = least_price(analysed(_repeated(whole, runs + more), mesh, options), mesh, options, settings, exact=True)
     return path * price / (ranks * path + more) if more else price / ranks
 
 

@@ -86,16 +86,24 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
                 break
             floors[error.stage] = error.least
         else:
-            if made.seconds >= below:
-                return made
             alone = alone or made.stages
-            memory = rank_memory(made, planner)
-            if max(memory) <= planner.limit:
-                return replace(made, memory=memory)
-            refused, rooms = _too_full(made, memory, planner.limit), _rooms(made, memory, planner.limit, rooms)
+            for one in _orders(made, cut):
+                if one.seconds >= below:
+                    return one
+                memory = rank_memory(one, planner)
+                if max(memory) <= planner.limit:
+                    return replace(one, memory=memory)
+            refused, rooms = _too_full(one, memory, planner.limit), _rooms(one, memory, planner.limit, rooms)
             full += 1
     assert refused is not None, "a round that ends refuses its plan"
     raise refused
+
+
+def _orders(made: StagedStep, cut: Cut) -> Iterator[StagedStep]:
+    """A step as it is, and by the schedule of its cut if that is another one: W that come later may hold more."""
+    yield made
+    if made.cut.schedule != cut.schedule:
+        yield replace(made, cut=cut, seconds=Clock(cut.schedule).seconds(made.stage_seconds))
 
 
 def _rooms(made: StagedStep, memory: Sequence[Bytes], limit: Bytes, before: Sequence[Bytes]) -> list[Bytes]:
@@ -121,17 +129,11 @@ def _timed(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, stages: tuple[Sta
     """The step of planned stages, with messages."""
     sent = [(one.step.program, one.outputs) for one in stages]
     crossings = tuple(crossing_values(steps.step.program, sent, without_axis(mesh, axis)))
-    seconds = with_messages([one.seconds for one in stages], crossings, mesh.links[mesh.axes.index(axis)])
+    takes = with_messages([one.seconds for one in stages], crossings, mesh.links[mesh.axes.index(axis)])
+    ran, seconds = cut.filled(takes)
     return StagedStep(
-        steps=steps,
-        mesh=mesh,
-        axis=axis,
-        cut=cut,
-        stages=stages,
-        crossings=crossings,
-        stage_seconds=seconds,
-        seconds=Clock(cut.schedule).seconds(seconds),
-    )
+        steps=steps, mesh=mesh, axis=axis, cut=ran, stages=stages, crossings=crossings, stage_seconds=takes, seconds=seconds
+    )  # fmt: skip
 
 
 def guessed(steps: StageSteps, cut: Cut, shares: Sequence[float], planner: StagePlanner) -> list[StageSeconds]:
@@ -155,7 +157,7 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     schedule = cut.schedule
     for one in known:
         if one.cut.starts == cut.starts:
-            return Clock(schedule).seconds(one.stage_seconds) >= below
+            return cut.filled(one.stage_seconds)[1] >= below
     if not known or schedule.stages == len(schedule.ranks):
         return False
     first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
@@ -163,7 +165,7 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
         return True
     ends = {"activations": first[0].activations, "gradients": first[-1].gradients}
     parts = [replace(first[stage // chunks].times(1 / chunks), **ends) for stage in range(schedule.stages)]
-    return even and Clock(schedule).seconds(parts) >= below
+    return even and cut.filled(parts)[1] >= below
 
 
 def _faster(
@@ -171,7 +173,8 @@ def _faster(
 ) -> Iterator[StagePlan]:
     """The stages in order, until they take too long, or it takes too long to plan them; the others take no less than they do
     `alone`, where that is known."""
-    known, clock = list[StageSeconds](), Clock(cut.schedule) if alone else None
+    known = list[StageSeconds]()
+    clock = Clock(cut.filled([one.seconds for one in alone])[0].schedule) if alone else None
     for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)

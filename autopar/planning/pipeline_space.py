@@ -13,11 +13,10 @@ from autopar.cost_models.cost_model import CATALOG
 from autopar.cost_models.links import connect
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
-from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import DEFERRED
-from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, PLENTY, Options
-from autopar.planning.pipeline_stages import without_axis
+from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
 from autopar.simulator.figures import products_at_peak
@@ -25,7 +24,7 @@ from autopar.solver.settings import SearchSettings
 
 ScheduledStages = tuple[str, int | str | Sequence[str]]  # a schedule, and the stages that it has
 WHOLE = ("gpipe", "1f1b")  # schedules of one stage a rank and of backwards in one piece
-CHUNKS = (2, 4)  # stages a rank that are tried where their number is open
+CHUNKS = (2, 3, 4)  # stages a rank that are tried where their number is open
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -77,11 +76,11 @@ class Hope:
         """What a step would take in which no rank is ever idle."""
         return sum(self.runs * stage.busy + stage.once for stage in self.stages) / self.over.ranks
 
-    def by(self, schedule: PipelineSchedule, shares: Sequence[float]) -> Seconds:
-        """What a step would take by another schedule in stages that have these shares of the program."""
+    def by(self, cut: Cut, shares: Sequence[float]) -> Seconds:
+        """What a step would take in other stages, by another schedule, that have these shares of the program."""
         first = self.stages[0]
         whole = first.times(sum(stage.busy for stage in self.stages) / first.busy)
-        return Clock(schedule).seconds([whole.times(share) for share in shares])
+        return cut.filled([whole.times(share) for share in shares])[1]
 
 
 def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:

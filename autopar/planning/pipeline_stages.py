@@ -35,6 +35,7 @@ from autopar.pipeline.named_schedules import CHUNKS, named
 from autopar.pipeline.rank_balance import balanced
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.pipeline.stage_search import Price, StagePartition, partition, seconds_with
+from autopar.pipeline.weight_gradients import filled
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.schedule_file import fitting, is_file
@@ -55,6 +56,14 @@ class Cut:
     modules: tuple[str, ...]
     name: str
     schedule: PipelineSchedule
+
+    def filled(self, stages: Sequence[StageSeconds]) -> tuple[Cut, Seconds]:
+        """The cut with its W where ranks of stages that take so long would wait, and the seconds of a step: see
+        `pipeline.weight_gradients`. A schedule that a file gives is run as it stands there."""
+        if is_file(self.name):
+            return self, Clock(self.schedule).seconds(stages)
+        schedule, seconds = filled(self.schedule, stages)
+        return replace(self, schedule=schedule), seconds
 
 
 def without_axis(mesh: Mesh, axis: str) -> Mesh:
@@ -100,9 +109,12 @@ class StageCuts:
     def recut(self, cut: Cut, known: Sequence[StageSeconds]) -> tuple[Cut, float]:
         """Stages for the same schedule by what those of a cut take, and what their step takes, in parts of that of the cut."""
         ranks, runs = len(cut.schedule.ranks), cut.schedule.microbatches
-        _, few = _schedule(cut.name, ranks, cut.schedule.stages // ranks, min(runs, STEADY * ranks))
+        chunks = cut.schedule.stages // ranks
+        _, schedule = _schedule(cut.name, ranks, chunks, runs)
+        _, few = _schedule(cut.name, ranks, chunks, min(runs, STEADY * ranks))
         found = self._regions.recut(few, runs - few.microbatches, cut.starts, known)
-        made = replace(cut, starts=found.starts, modules=tuple(map(self._regions.module, found.starts)))
+        modules = tuple(map(self._regions.module, found.starts))
+        made = replace(cut, starts=found.starts, modules=modules, schedule=schedule)
         return made, found.seconds / found.before
 
     def chosen(self, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
