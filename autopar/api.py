@@ -117,10 +117,10 @@ def plan(
         pipeline: the mesh axis whose ranks have one stage of the model each, or several; every stage is planned on the other
             axes. `parallel.step` runs it, with `microbatches`. "auto" cuts the outermost axis for stages, if that is faster.
         stages: their number, a multiple of the axis; or the module paths at which all but the first begin; "auto": what is
-            fastest of one, two and four a rank.
-        schedule: "gpipe", "1f1b", "1f1b+2" with so many forwards ahead, "interleaved" for several stages a rank, "zb-h1" or
-            "zb-v" with gradients of weights deferred, or a file in torch's notation, "table.csv"; "auto": the fastest of those
-            with names.
+            fastest of one to four a rank.
+        schedule: "gpipe", "1f1b", "zb-h1" with gradients of weights deferred, "1f1b+2" or "zb-h1+2" with so many forwards
+            ahead, of several stages a rank "interleaved" or "zb-v", or a file in torch's notation, "table.csv"; "auto": the
+            fastest of those with names.
         time_limit: seconds after which the search ends with the best plan that it knows, never worse than the best named
             strategy; by default none, and no clock decides which plan is chosen. Ctrl-C ends it as well, with
             KeyboardInterrupt where no plan is known.

@@ -41,7 +41,7 @@ class Sleeping:
 
 CASES = [
     Sleeping(name=name, kind=kind)
-    for name in ("gpipe", "1f1b", "1f1b+2", "interleaved", "zb-h1", "zb-v")
+    for name in ("gpipe", "1f1b", "1f1b+2", "interleaved", "zb-h1", "zb-h1+2", "zb-v")
     for kind in ("equal", "unequal")
 ]
 

@@ -112,8 +112,8 @@ def planned(program: Program, mesh: object, options: Options) -> Plan:
 
 def schedules(ranks: int) -> Iterator[tuple[str, int]]:
     """Every schedule with a name, and how many stages it has."""
-    ahead = (f"1f1b+{count}" for count in range(1, ranks))
-    yield from ((name, ranks) for name in ("1f1b", *ahead, "gpipe", "zb-h1"))
+    ahead = (f"{name}+{count}" for name in ("1f1b", "zb-h1") for count in range(1, ranks))
+    yield from ((name, ranks) for name in ("1f1b", "zb-h1", *ahead, "gpipe"))
     yield from (("interleaved", chunks * ranks) for chunks in CHUNKS)
     yield "zb-v", 2 * ranks
 

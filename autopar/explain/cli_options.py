@@ -77,7 +77,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipeline", metavar="AXIS", help=axis)
     cuts = "their number, or the modules at which all but the first begin: 4, or transformer.h.2,transformer.h.4"
     parser.add_argument("--stages", type=parse_stages, help=cuts)
-    order = "gpipe, 1f1b, 1f1b+2 with so many forwards ahead, interleaved, zb-h1, zb-v, or a file.csv; by default the fastest"
+    order = "gpipe, 1f1b, zb-h1, either +2 for so many forwards ahead, interleaved, zb-v, or a file.csv; by default the fastest"
     parser.add_argument("--schedule", help=order)
     end = "end the search after so many seconds with the best plan so far; by default no clock decides which plan is chosen"
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help=end)

@@ -6,10 +6,12 @@ With p ranks, m micro-batches and stages of equal time (f forward, b = i + w bac
     1f1b          (m + p - 1) (f + b)                         min(m, p - r)
     interleaved   m v (f + b) + (p - 1) (f + b)               min(m v, (v - 1) p + 2 (p - 1 - r) + 1), where p divides m
     zb-h1         m (f + b) + (p - 1) (f + i - w)             p, where w <= f, i and m >= p
+    zb-h1+(p-1)   m (f + b) + (p - 1) max(f, f + i - 2 w)     2 p - 1, where w <= f, i and m >= 2 p - 1
     zb-v          6 m f + (p - 1) f                           2 p half stages, where f = i = w and m >= 2 p - 1
 
 Sources: Huang et al., GPipe, 2019; Narayanan et al., PipeDream, SOSP 2019, and Megatron-LM, SC 2021 (interleaving by v chunks a
-rank); Qi et al., Zero Bubble, ICLR 2024 (H1; V, section 6); Zhuang et al., MLSys 2023 (forwards ahead hide messages).
+rank); Qi et al., Zero Bubble, ICLR 2024 (H1; H2, which is H1 with p - 1 forwards ahead; V, section 6); Zhuang et al., MLSys
+2023 (forwards ahead hide messages).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
         ranks: the size of the pipeline's axis.
         microbatches: of a step.
         chunks: the stages of each rank, from 2 for interleaved; zb-v has two, the others one.
-        ahead: for 1f1b, forwards that a rank runs before its first backward beyond those that fill the pipeline; at most as
-            many again. The last rank runs none ahead.
+        ahead: for 1f1b and zb-h1, forwards that a rank runs before its first backward beyond those that fill the pipeline; at
+            most as many again. The last rank runs none ahead.
 
     Raises ConstraintError for a name that is none, and for numbers that the schedule does not have.
     """
@@ -42,7 +44,7 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
         "gpipe": _gpipe,
         "1f1b": functools.partial(_one_forward_one_backward, ahead=ahead),
         "interleaved": functools.partial(_interleaved, chunks=chunks),
-        "zb-h1": _zero_bubble_h1,
+        "zb-h1": functools.partial(_zero_bubble_h1, ahead=ahead),
         "zb-v": _zero_bubble_v,
     }
     return PipelineSchedule(ranks=tuple(tuple(of[name](rank, ranks, microbatches)) for rank in range(ranks)))
@@ -50,6 +52,7 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 DEFERRED = {"zb-h1", "zb-v"}  # backwards come in halves
+AHEAD = ("1f1b", "zb-h1")  # with forwards ahead, if these are asked for
 
 
 def _refuse(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
@@ -64,8 +67,8 @@ def _refuse(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -
         raise ConstraintError(what, fix="at least two chunks, or 1f1b")
     if name == "interleaved" and microbatches % (rounds := max(1, microbatches // ranks)):
         raise ConstraintError(what, rounds=f"{rounds} of equal length", fix=f"a multiple of {rounds} micro-batches")
-    if ahead and name != "1f1b":
-        raise ConstraintError(f"forwards ahead are of 1f1b, not of {name}", ahead=ahead)
+    if ahead and name not in AHEAD:
+        raise ConstraintError(f"forwards ahead are of {' and '.join(AHEAD)}, not of {name}", ahead=ahead)
 
 
 def _forward(stage: int, k: int) -> Action:
@@ -95,11 +98,14 @@ def _alternating(forwards: Actions, backwards: Actions, first: int) -> Actions:
     return forwards[:first] + [action for pair in pairs for action in pair] + backwards[len(forwards) - first :]
 
 
-def _one_forward_one_backward(r: int, p: int, m: int, ahead: int) -> Actions:
+def _first(r: int, p: int, m: int, ahead: int) -> int:
+    """The forwards of a rank before its first backward."""
     fill = p - 1 - r
-    return _alternating(
-        [_forward(r, k) for k in range(m)], [_backward(r, k) for k in range(m)], min(m, fill + min(ahead, fill))
-    )
+    return min(m, fill + min(ahead, fill))
+
+
+def _one_forward_one_backward(r: int, p: int, m: int, ahead: int) -> Actions:
+    return _alternating([_forward(r, k) for k in range(m)], [_backward(r, k) for k in range(m)], _first(r, p, m, ahead))
 
 
 def _interleaved(r: int, p: int, m: int, chunks: int) -> Actions:
@@ -111,13 +117,14 @@ def _interleaved(r: int, p: int, m: int, chunks: int) -> Actions:
     return _alternating(forwards, backwards, min(total, (chunks - 1) * per + 2 * (p - 1 - r)))
 
 
-def _zero_bubble_h1(r: int, p: int, m: int) -> Actions:
-    """1f1b with backwards in halves: those of weights come r micro-batches late, and so fill the end."""
-    fill = min(m, p - 1 - r)
-    actions = [_forward(r, k) for k in range(fill)]
+def _zero_bubble_h1(r: int, p: int, m: int, ahead: int) -> Actions:
+    """1f1b with backwards in halves: those of weights come r micro-batches late, and so fill the end; with forwards ahead the
+    last ranks hold as many more of them."""
+    first, late = _first(r, p, m, ahead), r + min(ahead, r)
+    actions = [_forward(r, k) for k in range(first)]
     for k in range(m):
-        actions += [_forward(r, fill + k)] * (fill + k < m) + [_input(r, k)] + [_weight(r, k - r)] * (k >= r)
-    return actions + [_weight(r, k) for k in range(max(0, m - r), m)]
+        actions += [_forward(r, first + k)] * (first + k < m) + [_input(r, k)] + [_weight(r, k - late)] * (k >= late)
+    return actions + [_weight(r, k) for k in range(max(0, m - late), m)]
 
 
 def _zero_bubble_v(r: int, p: int, m: int) -> Actions:
@@ -152,4 +159,4 @@ def _zero_bubble_v(r: int, p: int, m: int) -> Actions:
     return [action for action in actions if action.microbatch < m]
 
 
-__all__ = ["CHUNKS", "DEFERRED", "named"]
+__all__ = ["AHEAD", "CHUNKS", "DEFERRED", "named"]

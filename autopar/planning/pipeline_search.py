@@ -2,7 +2,7 @@
 
     for each number of ranks that is left open, 1 (no stages) first       `Mesh.cut`: the outermost axis
         for each number of micro-batches, the fewest first                passed over below its floor
-            for 1f1b, with forwards ahead, zb-h1, interleaved, zb-v, gpipe    passed over where the clock says: no faster
+            for 1f1b, zb-h1, with forwards ahead, interleaved, zb-v, gpipe    passed over where the clock says: no faster
                 plan the stages, time the step
 
 The floor is proven. The products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one

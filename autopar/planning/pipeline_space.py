@@ -14,7 +14,7 @@ from autopar.cost_models.links import connect
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.pipeline.clock import StageSeconds
-from autopar.pipeline.named_schedules import DEFERRED
+from autopar.pipeline.named_schedules import AHEAD, DEFERRED
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.schedule_file import is_file, read_schedule
@@ -89,7 +89,7 @@ def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     A backward that is compiled does not come in halves.
     """
     chosen = options.schedule == AUTO and options.compiled
-    return (form for form in _forms(options, ranks) if not (chosen and form[0] in DEFERRED))
+    return (form for form in _forms(options, ranks) if not (chosen and form[0].partition("+")[0] in DEFERRED))
 
 
 def _forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
@@ -110,12 +110,12 @@ def _forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
         if count == 2 * ranks:
             yield "zb-v", stages
         return
-    yield "1f1b", stages
-    ahead = 1
-    while ahead < ranks:
-        yield f"1f1b+{ahead}", stages
-        ahead = ranks - 1 if ahead < ranks - 1 <= 2 * ahead else 2 * ahead
-    yield "zb-h1", stages
+    for base in AHEAD:
+        yield base, stages
+        ahead = 1
+        while ahead < ranks:
+            yield f"{base}+{ahead}", stages
+            ahead = ranks - 1 if ahead < ranks - 1 <= 2 * ahead else 2 * ahead
     if stages == AUTO:
         yield from several
         if several:

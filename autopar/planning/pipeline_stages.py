@@ -4,7 +4,7 @@ stages=["h.2", "h.4"]     three stages, the second and third of which begin with
 stages=4                  four stages: regions of one device's prices, put together by `pipeline.stage_search`
 stages="auto"             as many as the pipeline's axis has ranks
 
-schedule="1f1b+2"         1f1b, with two forwards more before the first backward of each rank
+schedule="1f1b+2"         1f1b, with two forwards more before the first backward of each rank; so "zb-h1+2"
 schedule="table.csv"      what a file says, with its number of stages and of micro-batches
 """
 
@@ -31,7 +31,7 @@ from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.stage_regions import fine_starts, made_again, passing_bytes, stage_starts
 from autopar.pipeline.clock import Clock, StageSeconds
-from autopar.pipeline.named_schedules import CHUNKS, named
+from autopar.pipeline.named_schedules import AHEAD, CHUNKS, named
 from autopar.pipeline.rank_balance import balanced
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.pipeline.stage_search import Price, StagePartition, partition, seconds_with
@@ -159,7 +159,7 @@ def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[s
     usual = "1f1b" if chunks == 1 else "interleaved"
     name = usual if asked == AUTO else asked
     base, plus, ahead = name.partition("+")
-    known = not plus or (base == "1f1b" and re.fullmatch("[0-9]{1,6}", ahead) is not None)
+    known = not plus or (base in AHEAD and re.fullmatch("[0-9]{1,6}", ahead) is not None)
     made = named(base if known else name, ranks, microbatches, chunks=chunks, ahead=int(ahead) if plus and known else 0)
     return name, made
 

@@ -62,6 +62,17 @@ def test_zb_h1_fills_the_bubble_with_backwards_of_weights(p: int, m: int, f: flo
 
 
 @pytest.mark.parametrize("p, m", [(p, m) for p, m in SIZES if m >= 2 * p - 1])
+@pytest.mark.parametrize("f, i, w", [(1, 1, 1), (2, 2, 1), (3, 2, 2), (1, 3, 1)])
+def test_zb_h1_with_forwards_ahead_idles_as_h2_and_no_less_than_the_first_micro_batch_needs(
+    p: int, m: int, f: float, i: float, w: float
+) -> None:
+    """H2 of Qi et al., 2024, idles for (p - 1) (f + i - 2 w), where ranks end their steps one after the other."""
+    schedule = named("zb-h1", p, m, ahead=p - 1)
+    assert Clock(schedule).seconds(equal(p, f, i, w)) == m * (f + i + w) + (p - 1) * max(f, f + i - 2 * w)
+    assert in_flight(schedule, deferred=True) == [2 * p - 1] * p
+
+
+@pytest.mark.parametrize("p, m", [(p, m) for p, m in SIZES if m >= 2 * p - 1])
 def test_zb_v_idles_for_one_forward_of_a_chunk_per_rank(p: int, m: int) -> None:
     schedule = named("zb-v", p, m, chunks=2)
     assert Clock(schedule).seconds(equal(2 * p, 1, 1, 1)) == 6 * m + p - 1

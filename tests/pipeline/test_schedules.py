@@ -126,7 +126,7 @@ def test_errors_say_where_and_what_is_waited_for() -> None:
         ("1f1b", 4, 8, 1, -1),
         ("1f1b", 4, 8, 2, 0),
         ("zb-v", 4, 8, 1, 0),
-        ("zb-h1", 4, 8, 1, 1),
+        ("zb-v", 4, 8, 2, 1),
         ("interleaved", 4, 8, 1, 0),
         ("interleaved", 4, 9, 2, 0),
     ],

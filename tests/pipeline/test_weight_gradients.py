@@ -70,7 +70,8 @@ def test_a_step_is_no_slower_and_holds_no_more(seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.randint(1, 6)
     name, chunks = draw.choice([("zb-h1", 1), ("zb-v", 2)])
-    schedule = named(name, ranks, draw.randint(1, 20), chunks=chunks)
+    ahead = draw.randint(0, ranks) if name == "zb-h1" else 0
+    schedule = named(name, ranks, draw.randint(1, 20), chunks=chunks, ahead=ahead)
     stages = any_seconds(draw, schedule.stages)
     found, seconds = filled(schedule, stages)
     check(found)

@@ -73,7 +73,7 @@ def plan(program: Program, mesh: object, **options: Any) -> Plan:
 def forced(program: Program, mesh: Mesh, runs: tuple[int, ...], **options: Any) -> Iterator[Plan]:
     """Pipelines over a part of the outermost axis: all numbers of ranks and all schedules."""
     for ranks, number in itertools.product((2, 4), runs):
-        one = [(name, ranks) for name in ("gpipe", "1f1b", "1f1b+1", "1f1b+3", "zb-h1")]
+        one = [(name, ranks) for name in ("gpipe", "1f1b", "1f1b+1", "1f1b+3", "zb-h1", "zb-h1+1", "zb-h1+3")]
         for schedule, stages in [*one, ("interleaved", 2 * ranks), ("zb-v", 2 * ranks)]:
             if mesh.sizes[0] % ranks == 0:
                 cut = mesh.cut(ranks)
@@ -285,15 +285,15 @@ def test_what_crosses_a_slow_link_is_split_over_a_fast_one(strategy: str, layout
 
 
 def test_gradients_of_weights_are_deferred_where_the_clock_says_that_it_is_faster() -> None:
-    """And not where one rank has nothing to wait for, or where messages take longer than what is deferred."""
+    """Not where one rank has nothing to wait for; where messages take longer than what is deferred, forwards ahead hide them."""
     asked: dict[str, Any] = {"pipeline": "pp", "microbatches": 8}
     found = plan(blocks(), {"pp": 4}, **asked, device=device(rate=1e10))
     assert found.pipeline is not None
-    assert found.pipeline.schedule in ("zb-h1", "zb-v")
+    assert found.pipeline.order.deferred
     names = ("1f1b", "gpipe", "1f1b+3")
     others = [plan(blocks(), {"pp": 4}, **asked, device=device(rate=1e10), schedule=name) for name in names]
     assert found.step_time < min(other.step_time for other in others)
-    for mesh, expected in (({"pp": 1}, "1f1b"), ({"pp": 4}, "1f1b+3")):
+    for mesh, expected in (({"pp": 1}, "1f1b"), ({"pp": 4}, "zb-h1+3")):
         pipeline = plan(blocks(), mesh, **asked).pipeline
         assert pipeline is not None
         assert pipeline.schedule == expected

@@ -31,7 +31,7 @@ from tests.support.threads import Threads
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "1f1b", "microbatches": 2}),
-    ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "zb-h1", "microbatches": 4}),
+    ("gpt2", {"pp": 2, "dp": 2}, {"strategy": "fsdp", "schedule": "zb-h1+1", "microbatches": 4}),
     ("gpt2", {"pp": 2, "tp": 2}, {"strategy": "megatron", "schedule": "zb-h1", "microbatches": 2, "recompute": "blocks"}),
     ("t5", {"pp": 2}, {"stages": 4, "microbatches": 2}),
     ("t5", {"pp": 2}, {"schedule": str(Path(__file__).parents[1] / "support" / "v_shaped.csv")}),
