@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.codegen.compiled import eager
 from autopar.codegen.graph_module import HELD
@@ -58,6 +59,12 @@ class PipelineParts:
     def outputs(self) -> list[Value]:
         """The outputs of a micro-batch."""
         return [self.program.values[output.value] for output in self.program.outputs]
+
+    @property
+    def saved(self) -> set[str]:
+        """The names in the state dicts of all ranks."""
+        held = (*self.program.parameters, *self.program.buffers)
+        return {name for stored in held if stored.persistent for name in stored.names}
 
 
 class PipelineModule(ParallelModule):
@@ -190,6 +197,12 @@ class PipelineModule(ParallelModule):
             if not output.shape:
                 joined[place] = self._from_last(joined[place], output.dtype)
         return joined
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+        """Load what this rank stores, from tensors of the whole model or of its stages alone."""
+        elsewhere = self.stages.saved.difference(self.state_dict())
+        own = {name: given for name, given in state_dict.items() if name not in elsewhere}
+        return super().load_state_dict(own, strict, assign)
 
     def gather(self, results: object) -> Any:
         """What a call without gradients returned, whole on every rank: that of the ranks of the last stage."""

@@ -110,7 +110,7 @@ def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -
         InputError: a file is missing or damaged, or a tensor is missing or has another shape.
     """
     with SafetensorsReader(folder) as reader:
-        names = {*parallel.state_dict(), *_of_all_stages(parallel)}
+        names = parallel.stages.saved if isinstance(parallel, PipelineModule) else parallel.state_dict().keys()
         aliases = _aliases(names, _prefix(model))
         load(parallel, reader, aliases)
         known = {*names, *aliases.values()}
@@ -163,14 +163,6 @@ def _whole_tensors(parallel: nn.Module) -> Iterator[tuple[Sequence[str], torch.T
                 with rank.exchanging(GATHERED):
                     rank.receive(whole, place).wait()
                 yield names, whole
-
-
-def _of_all_stages(parallel: nn.Module) -> set[str]:
-    """The names of what the stages of all ranks store; empty without stages."""
-    if not isinstance(parallel, PipelineModule):
-        return set()
-    program = parallel.stages.program
-    return {name for stored in (*program.parameters, *program.buffers) if stored.persistent for name in stored.names}
 
 
 def _weight_map(index: Path) -> list[str]:

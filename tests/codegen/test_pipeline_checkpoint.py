@@ -80,6 +80,11 @@ def test_optimizers_step_stages_and_go_on_in_others_like_the_user_s_own(
     assert all(torch.equal(one, tied[0]) for one in tied)
 
 
+def test_stages_take_their_tensors_from_those_of_the_whole_model(pool: WorkerPool) -> None:
+    options = {"mesh": {"pp": 2}, "pipeline": "pp", "microbatches": 2}
+    assert pool.run("tests.support.pipeline_checkpoints:whole", options, ranks=2, keep=True) == [[], []]
+
+
 def test_stages_are_initialised_like_the_model_in_none(pool: WorkerPool) -> None:
     case = {"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp", "strategy": "fsdp", "microbatches": 2}
     ranks: list[tuple[Tensors, Tensors, str]] = pool.run(  # type: ignore[assignment]

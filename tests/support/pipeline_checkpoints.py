@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import autopar
 from autopar.errors import InputError
+from autopar.integrations.safetensors import full_state_dict
 from autopar.runtime.storage import full_tensor
 from tests.support.pipelines import next_token_loss
 
@@ -84,6 +92,34 @@ def saved_and_loaded(case: tuple[str, int, dict[str, Any], dict[str, dict[str, A
         set_optimizer_state_dict(parallel, optimizer, state["optimizer"], options=FLAT)
         found[name] = _whole(parallel, optimizer), _step(parallel, optimizer, sample)
     return found
+
+
+def whole(options: dict[str, Any]) -> list[str]:
+    """What this rank has otherwise than the whole model that it was given, in each of three ways; and what is refused."""
+    torch.manual_seed(3)
+    parallel, *_ = _made(options, 2)
+    given, wrong = model(2).double().state_dict(), list[str]()
+    first = not dist.get_rank()
+    for way in ("load", "set", "broadcast"):
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.zero_()
+        if way == "load":
+            assert str(parallel.load_state_dict(given)) == "<All keys matched successfully>"
+        elif way == "set":
+            set_model_state_dict(parallel, given, options=StateDictOptions(full_state_dict=True))
+        else:
+            sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(parallel, given if first else {}, options=sent)
+        held = parallel.state_dict()
+        wrong += [f"{way} {name}" for name, one in held.items() if not torch.equal(full_tensor(one), given[name])]
+        kept = full_state_dict(parallel)
+        assert kept.keys() == (given.keys() if first else set())
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+        parallel.load_state_dict(given | {"other": torch.zeros(())})
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
+        parallel.load_state_dict({name: one for name, one in given.items() if name not in held})
+    return wrong
 
 
 OPTIMIZERS = {
