@@ -102,7 +102,8 @@ class ModuleState:
         copied = copy.copy(self)
         own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
         copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
-        copied.variants, copied.compiled_step, copied.stepped = Variants(), None, None
+        copied.variants, copied.stepped = Variants(), None
+        copied.compiled_step = copied.compiled_program = None  # those of the other module
         return copied
 
 

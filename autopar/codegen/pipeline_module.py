@@ -7,10 +7,11 @@ of its rank.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -66,6 +67,11 @@ class PipelineParts:
         held = (*self.program.parameters, *self.program.buffers)
         return {name for stored in held if stored.persistent for name in stored.names}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PipelineParts:
+        """Parts of the same plan and rank, with modules of their own."""
+        copied = {number: replace(one, module=copy.deepcopy(one.module, memo)) for number, one in self.stages.items()}
+        return replace(self, stages=copied)
+
 
 class PipelineModule(ParallelModule):
     """One rank's stages of a parallel model in a pipeline, built by `autopar.parallelize`.
@@ -87,11 +93,12 @@ class PipelineModule(ParallelModule):
         for stage in parts.stages.values():
             stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
 
-    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
-        raise InputError("a module of a pipeline cannot be copied: its stages share its parameters", fix="parallelize again")
-
-    def __copy__(self) -> NoReturn:
-        self.__deepcopy__({})
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A module with its own parameters, in the same processes, which its stages share; it is compiled anew."""
+        memo.update({id(same): same for same in (self.trained, self.forwards)})
+        copied = super().__deepcopy__(memo)
+        copied.compiler = None
+        return copied
 
     @eager
     def forward(self, *args: object, **kwargs: object) -> object:

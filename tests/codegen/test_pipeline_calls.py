@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
 from autopar.errors import InputError
@@ -17,7 +18,7 @@ from autopar.runtime.workers import WorkerPool
 from tests.codegen.test_grad_scaler import ROUNDING, Deep, batches, expected
 from tests.support.pipelines import largest, made
 
-EXACT, SINGLE = 1e-9, 1e-6  # the library computes norms of T5 in float32
+EXACT, SMALL, SINGLE = 1e-9, 1e-7, 1e-6  # AdamW scales up what is rounding alone; the library computes norms of T5 in float32
 further = functools.partial(pytest.param, marks=pytest.mark.thorough)
 CASES = [
     ({"model": "gpt2", "mesh": {"pp": 2, "dp": 2}, "strategy": "fsdp", "microbatches": 4}, EXACT),
@@ -144,3 +145,57 @@ def test_a_backward_on_some_ranks_alone_is_an_error_on_all_of_them(pool: WorkerP
     """A habit from schedules of which the last stage alone has the loss."""
     said = "the calls of the ranks differ in what is called: a call on rank 0; a call after loss.backward() on rank 1"
     assert pool.run(f"{__name__}:on_the_last_rank_alone", None, ranks=2, keep=True) == [said, said]
+
+
+def averaged(case: dict[str, Any]) -> dict[str, float]:
+    """Errors of weights that are averaged over three steps of a compiled module, then of those of a step of their module."""
+    case = dict(case)
+    model, sample = made(case.pop("model"))
+    parallel = autopar.parallelize(model, sample, case.pop("mesh"), **({"device": "h100", "pipeline": "pp"} | case))
+    if case["schedule"] == "1f1b":
+        parallel.compile(backend="aot_eager")
+    modules = [parallel, model]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
+    for step in range(3):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.zero_grad()
+            module(**sample)["loss"].backward()
+            optimizer.step()
+        if not step:
+            averages = [AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for module in modules]
+        for average, module in zip(averages, modules, strict=True):
+            average.update_parameters(module)
+    errors = compared(modules[0], modules[1], "behind three steps")
+    found, known = (average.module for average in averages)
+    assert not {*map(id, found.parameters())} & {*map(id, parallel.parameters())}
+    with torch.no_grad():
+        errors["loss of averages"] = largest(averages[0](**sample)["loss"], averages[1](**sample)["loss"])
+    for average in (found, known):
+        average.zero_grad()
+    errors["loss of a step"] = largest(found.step(**sample), (loss := known(**sample)["loss"]).detach())
+    loss.backward()
+    return errors | compared(found, known, "of averages") | compared(modules[0], modules[1], "after their step")
+
+
+def compared(parallel: nn.Module, model: nn.Module, when: str) -> dict[str, float]:
+    """Errors of a rank's parameters, and of gradients."""
+    own, errors = dict(model.named_parameters()), dict[str, float]()
+    for name, parameter in parallel.named_parameters():
+        errors[f"{name} {when}"] = largest(parameter, own[name].detach())
+        if own[name].grad is not None:
+            errors[f"gradient of {name} {when}"] = largest(parameter.grad, own[name].grad)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"model": "gpt2", "mesh": {"pp": 2, "dp": 2}, "strategy": "fsdp", "microbatches": 2, "schedule": "1f1b"},
+        further({"model": "gpt2", "mesh": {"pp": 2}, "microbatches": 2, "schedule": "zb-v"}),
+    ],
+    ids=str,
+)
+def test_a_copy_averages_and_trains_by_itself(case: dict[str, Any], pool: WorkerPool) -> None:
+    for errors in pool.run(f"{__name__}:averaged", case, ranks=math.prod(case["mesh"].values()), keep=True):
+        assert len(errors) > 30  # type: ignore[arg-type]
+        assert {name: error for name, error in errors.items() if not error <= SMALL} == {}  # type: ignore[attr-defined]
