@@ -158,7 +158,8 @@ class _Cutter:
             return 1.0 if have == I and self.program.values[name].dtype.is_floating_point else math.inf
         if maker := self._maker(name, want):
             return 1.0 + self._effort_of(self.program.producer[name], maker)
-        return HOISTED * elements(self._shape(self.program.values[name], want)) if name in self.hoistable else math.inf
+        hoists = name in self.hoistable and not want.own  # a part of what is sorted as a whole is in no order of a run's own
+        return HOISTED * elements(self._shape(self.program.values[name], want)) if hoists else math.inf
 
     def _maker(self, name: str, want: State) -> Candidate | None:
         """How the producer of a value that does not depend on the batch makes a part of it; None if it does not."""
@@ -226,7 +227,10 @@ class _Cutter:
         value, state = self.program.values[output.value], self.states.get(output.value, I)
         if state == I and value.requires_grad and not value.shape:
             state = P
-        if state.kind == "S" and state.stride * self.runs != value.shape[state.dim]:
+        if state.own and value.name in self.hoistable:
+            state = I
+        mixed = state.kind == "S" and state.stride * self.runs != value.shape[state.dim]
+        if state.own or mixed:
             self._refuse(f"the samples of {output.path} are not in the order of the batch", self.program.producer[value.name])
         return self._ref(value.name, state), state
 
@@ -246,8 +250,8 @@ class _Cutter:
 
 
 def _undistributed(fitted: OpSharding | None) -> OpSharding | None:
-    """Runs follow each other: none can ask another one for anything."""
-    return replace(fitted, distributed=(), own=None) if fitted else None
+    """Runs follow each other: none can ask another one for anything. What they sort, each may sort by itself."""
+    return replace(fitted, distributed=()) if fitted else None
 
 
 def _state(state: State) -> State:

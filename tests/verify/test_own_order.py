@@ -1,4 +1,4 @@
-"""Mixtures of experts of which each rank sorts its own tokens: no token is sent, and the numbers are those of one sort."""
+"""Mixtures of experts: each rank, and each micro-batch, sorts its own tokens; the numbers are those of one sort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import ConstraintError, PlanError
+from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import read_plan
@@ -157,6 +158,45 @@ def too_few_bins(self: Experts, x: Tensor, shares: Tensor, ids: Tensor) -> Tenso
 @pytest.mark.parametrize("routed", [shifted, other_ends, falling, mixed, reversed_rows, places_as_numbers, too_few_bins])
 def test_what_depends_on_the_rows_of_other_ranks_stays_together(threads: Threads, routed: Routed) -> None:
     assert not own(verified(routed, 2, threads)) & {"grouped_mm", "gelu"}
+
+
+class Chosen(Experts):
+    """Whose experts the samples choose themselves, with what else was found of them."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(sorted_twice)
+        self.found = found
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        shares, ids = (x[:, :EXPERTS] if self.found == "hoisted" else self.gate(x)).softmax(-1).topk(TWO)
+        keys, order = ids.flatten().sort()
+        loss = sorted_twice(self, x, shares.flatten(), ids.flatten()).square().sum()
+        return {"loss": loss, "found": ends_of(keys) if self.found == "ends" else order}
+
+
+def test_each_micro_batch_sorts_its_own_tokens(threads: Threads) -> None:
+    """In stages, too."""
+    (model, sample), on = mixture(), table.mesh((2,))
+    options = Options(strategy="ddp", microbatches=2)
+    assert verify(model, sample, on, None, options, threads).ok
+    assert verify(model, sample, on, None, Options(pipeline="axis0", microbatches=4), threads).ok
+    chosen, x = Chosen("hoisted"), torch.randn(16, WIDTH)
+    report = verify(chosen, x, on, None, options, threads)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("found", ["order", "ends"])
+def test_what_a_micro_batch_finds_of_its_own_order_is_no_part_of_a_result(found: str) -> None:
+    program = read_program(Chosen(found), torch.randn(16, WIDTH)).program
+    with pytest.raises(ConstraintError, match="the samples of found are not in the order of the batch"):
+        microbatches(program, 2)
+
+
+@pytest.mark.parametrize("routed", [shifted, other_ends, falling, mixed, reversed_rows, places_as_numbers, too_few_bins])
+def test_what_depends_on_the_rows_of_other_micro_batches_is_refused(routed: Routed) -> None:
+    program = read_program(Experts(routed), torch.randn(16, WIDTH)).program
+    with pytest.raises(ConstraintError, match="mixes the samples of the batch"):
+        microbatches(program, 2)
 
 
 ROWS = "model.layers.0.mlp.experts:mul#1"
