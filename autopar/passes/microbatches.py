@@ -9,14 +9,15 @@
 The runs are a mesh axis in time: by the same rules each value is over the runs split, addends (P), or the same in all (I; its
 gradient is the sum over the runs, as for R). Between runs nothing is sent, so that there are no conversions but these: what
 depends on arguments and buffers alone is hoisted out of the loop where a run needs more of it than its own part, a constant is
-made in part, and what is the same in every run is an addend if it is divided by their number. If an operator can then be run in
-none of its ways, it mixes the samples of the batch, and there are no micro-batches.
+made in part, and what is the same in every run, also the number in 1 - x, is an addend if it is divided by how many runs there
+are. If an operator can then be run in none of its ways, it mixes the samples of the batch, and there are no micro-batches.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.analysis.block_counts import block_counts
@@ -26,8 +27,9 @@ from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
 from autopar.ir.layout import I, P, R, State, local_shape, split
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Static, Value, elements, substitute
+from autopar.ir.schema import bound, packed
 from autopar.ir.training_step import MicrobatchLoop, TrainingStep
-from autopar.operators import OpSharding, localise, row_of, scale, writes
+from autopar.operators import OpSharding, fit, localise, row_of, scale, writes
 from autopar.passes.dead_code_elimination import dead
 from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
@@ -119,6 +121,9 @@ class _Cutter:
                 del self.states[result.name]
             return
         if math.isinf(effort):
+            if op is self.program.op[op.name] and (shared := self._shared(op)):
+                self._op(shared)
+                return
             why = "mixes the samples of the batch" if self.fits[op.name] else "has no rule that says what becomes of the batch"
             self._refuse(f"{op.target} {why}", op)
         self._emit(op, chosen)
@@ -127,10 +132,22 @@ class _Cutter:
     def _ways(self, op: Op) -> list[Candidate]:
         """All candidates of an op: those of any op of its signature whose values have as many blocks."""
         values, names = self.program.values, (*op.operands, *(result.name for result in op.results))
-        kind = signature(op, values), tuple(self.blocks[name] for name in names)
+        fitted = self.fits[op.name]
+        told = (fitted.linear, fitted.own) if fitted else ()  # what is known of an op beside its signature
+        kind = signature(op, values), told, tuple(self.blocks[name] for name in names)
         if kind not in self.known:
-            self.known[kind] = candidates(op, self.fits[op.name], values, self.sizes, self.blocks)
+            self.known[kind] = candidates(op, fitted, values, self.sizes, self.blocks)
         return self.known[kind]
+
+    def _shared(self, op: Op) -> Op | None:
+        """An op that is linear but for a number that it adds, as in 1 - x, with a share of that for each run; else None."""
+        groups, named, fitted = row_of(op).linear, bound(op), self.fits[op.name]
+        numbers = {name: number for name in itertools.chain(*groups) if isinstance(number := named[name], int | float)}
+        without = fit(_with(op, dict.fromkeys(numbers, 0)), self.program.values) if numbers else None
+        if fitted is None or without is None or without.linear == fitted.linear:
+            return None
+        self.fits[op.name] = replace(fitted, linear=without.linear)
+        return _with(op, {name: number / self.runs for name, number in numbers.items()})
 
     def _certain(self, op: Op) -> bool:
         """Whether an op computes the same whenever it runs, has no gradient, and needs no weights."""
@@ -247,6 +264,11 @@ class _Cutter:
 
     def _shape(self, value: Value, state: State) -> tuple[int, ...]:
         return local_shape(value.shape, (state,), self.sizes)
+
+
+def _with(op: Op, arguments: Mapping[str, Argument]) -> Op:
+    args, kwargs = packed(op.target, {**bound(op), **arguments})
+    return replace(op, args=args, kwargs=kwargs)
 
 
 def _undistributed(fitted: OpSharding | None) -> OpSharding | None:
