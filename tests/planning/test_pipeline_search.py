@@ -285,7 +285,7 @@ def test_what_crosses_a_slow_link_is_split_over_a_fast_one(strategy: str, layout
 
 
 def test_gradients_of_weights_are_deferred_where_the_clock_says_that_it_is_faster() -> None:
-    """Not where one rank has nothing to wait for; where messages take longer than what is deferred, forwards ahead hide them."""
+    """Not where one rank has nothing to wait for; where messages take longer than what is deferred, forwards run ahead."""
     asked: dict[str, Any] = {"pipeline": "pp", "microbatches": 8}
     found = plan(blocks(), {"pp": 4}, **asked, device=device(rate=1e10))
     assert found.pipeline is not None
