@@ -27,7 +27,7 @@ from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 SHARE = 0.25  # of a W, for which a rank would wait at least
 
 
-def filled(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> tuple[PipelineSchedule, float]:
+def waits_filled(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> tuple[PipelineSchedule, float]:
     """A schedule with its W where ranks would wait, if a step is faster so, else as it is; and the seconds of the step.
 
     Args:
@@ -130,4 +130,4 @@ class _Filling:
             heapq.heappush(self.free, (since, waiter))
 
 
-__all__ = ["filled"]
+__all__ = ["waits_filled"]

@@ -116,7 +116,7 @@ class LargePipelineSearch(PipelineTrials):
         except AutoparError as error:
             self.refused.append(error)
             return math.inf
-        _, least = cut.filled(stages)
+        _, least = cut.waits_filled(stages)
         self._hoped.append(Hope(seconds=least, over=over, runs=runs, stages=stages, guessed=guess))
         return least
 
@@ -195,10 +195,10 @@ class LargePipelineSearch(PipelineTrials):
         if self.seconds == math.inf:
             return math.inf
         runs = steps.step.microbatches
-        _, least = cut.filled(guessed(steps, cut, self.cuts(over, runs).shares(cut.starts), over.planner))
+        _, least = cut.waits_filled(guessed(steps, cut, self.cuts(over, runs).shares(cut.starts), over.planner))
         if least < self.seconds:
             alone = self._alike[over, runs, cut.schedule.stages] = hoped(steps, cut, over.planner)
-            _, least = cut.filled(alone)
+            _, least = cut.waits_filled(alone)
         if least < self.seconds:
             return math.inf
         self.fared["slower with one micro-batch in flight"] += 1

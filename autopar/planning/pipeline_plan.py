@@ -130,7 +130,7 @@ def _timed(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, stages: tuple[Sta
     sent = [(one.step.program, one.outputs) for one in stages]
     crossings = tuple(crossing_values(steps.step.program, sent, without_axis(mesh, axis)))
     takes = with_messages([one.seconds for one in stages], crossings, mesh.links[mesh.axes.index(axis)])
-    ran, seconds = cut.filled(takes)
+    ran, seconds = cut.waits_filled(takes)
     return StagedStep(
         steps=steps, mesh=mesh, axis=axis, cut=ran, stages=stages, crossings=crossings, stage_seconds=takes, seconds=seconds
     )  # fmt: skip
@@ -157,7 +157,7 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     schedule = cut.schedule
     for one in known:
         if one.cut.starts == cut.starts:
-            return cut.filled(one.stage_seconds)[1] >= below
+            return cut.waits_filled(one.stage_seconds)[1] >= below
     if not known or schedule.stages == len(schedule.ranks):
         return False
     first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
@@ -165,7 +165,7 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
         return True
     ends = {"activations": first[0].activations, "gradients": first[-1].gradients}
     parts = [replace(first[stage // chunks].times(1 / chunks), **ends) for stage in range(schedule.stages)]
-    return even and cut.filled(parts)[1] >= below
+    return even and cut.waits_filled(parts)[1] >= below
 
 
 def _faster(
@@ -174,7 +174,7 @@ def _faster(
     """The stages in order, until they take too long, or it takes too long to plan them; the others take no less than they do
     `alone`, where that is known."""
     known = list[StageSeconds]()
-    clock = Clock(cut.filled([one.seconds for one in alone])[0].schedule) if alone else None
+    clock = Clock(cut.waits_filled([one.seconds for one in alone])[0].schedule) if alone else None
     for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)

@@ -80,7 +80,7 @@ class Hope:
         """What a step would take in other stages, by another schedule, that have these shares of the program."""
         first = self.stages[0]
         whole = first.times(sum(stage.busy for stage in self.stages) / first.busy)
-        return cut.filled([whole.times(share) for share in shares])[1]
+        return cut.waits_filled([whole.times(share) for share in shares])[1]
 
 
 def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:

@@ -35,7 +35,7 @@ from autopar.pipeline.named_schedules import AHEAD, CHUNKS, named
 from autopar.pipeline.rank_balance import balanced
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.pipeline.stage_search import Price, StagePartition, partition, seconds_with
-from autopar.pipeline.weight_gradients import filled
+from autopar.pipeline.weight_gradients import waits_filled
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.schedule_file import fitting, is_file
@@ -57,12 +57,12 @@ class Cut:
     name: str
     schedule: PipelineSchedule
 
-    def filled(self, stages: Sequence[StageSeconds]) -> tuple[Cut, Seconds]:
+    def waits_filled(self, stages: Sequence[StageSeconds]) -> tuple[Cut, Seconds]:
         """The cut with its W where ranks of stages that take so long would wait, and the seconds of a step: see
         `pipeline.weight_gradients`. A schedule that a file gives is run as it stands there."""
         if is_file(self.name):
             return self, Clock(self.schedule).seconds(stages)
-        schedule, seconds = filled(self.schedule, stages)
+        schedule, seconds = waits_filled(self.schedule, stages)
         return replace(self, schedule=schedule), seconds
 
 

@@ -13,7 +13,7 @@ from autopar.pipeline.clock import Clock
 from autopar.pipeline.dependencies import check
 from autopar.pipeline.named_schedules import named
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
-from autopar.pipeline.weight_gradients import filled
+from autopar.pipeline.weight_gradients import waits_filled
 from tests.pipeline.orders import any_seconds
 
 W = ActionKind.BACKWARD_WEIGHT
@@ -59,7 +59,7 @@ def test_hardly_any_order_of_them_is_faster(name: str, ranks: int, runs: int, ch
     for _ in range(20):
         stages = any_seconds(draw, schedule.stages)
         best = min(clock.seconds(stages) for clock in every)
-        ours.append(filled(schedule, stages)[1] / best)
+        ours.append(waits_filled(schedule, stages)[1] / best)
         as_named.append(Clock(schedule).seconds(stages) / best)
     assert 1 - 1e-9 <= min(ours) <= max(ours) < 1.05
     assert mean(ours) < 1.01 < 1.015 < mean(as_named)
@@ -73,7 +73,7 @@ def test_a_step_is_no_slower_and_holds_no_more(seed: int) -> None:
     ahead = draw.randint(0, ranks) if name == "zb-h1" else 0
     schedule = named(name, ranks, draw.randint(1, 20), chunks=chunks, ahead=ahead)
     stages = any_seconds(draw, schedule.stages)
-    found, seconds = filled(schedule, stages)
+    found, seconds = waits_filled(schedule, stages)
     check(found)
     assert seconds == Clock(found).seconds(stages) <= Clock(schedule).seconds(stages)
     assert rest(found) == rest(schedule)

@@ -245,7 +245,7 @@ def test_no_schedule_is_faster_than_ranks_that_are_never_idle_and_equal_stages_t
     equal, shares = replace(hope, stages=stages[:1] * ranks), [0.5 / ranks] * 2 * ranks
     for name in ("interleaved", "zb-v"):
         cut = Cut(starts=(), modules=(), name=name, schedule=named(name, ranks, runs, chunks=2))
-        run, seconds = cut.filled([stages[0].times(0.5)] * 2 * ranks)
+        run, seconds = cut.waits_filled([stages[0].times(0.5)] * 2 * ranks)
         assert equal.busy() * (1 - 1e-9) <= equal.by(cut, shares) == pytest.approx(seconds, rel=1e-9)
         assert run.schedule == cut.schedule or seconds < Clock(cut.schedule).seconds([stages[0].times(0.5)] * 2 * ranks)
 
