@@ -22,8 +22,9 @@ class StageMemory:
     runs the half I of a backward, which frees less. Of what is held `weights_held` are gathered weights.
 
     What `memory.rank_memory` counts action by action: for every parameter, buffer and input of the batch, in the program's
-    order, the bytes that are `stored`, with optimizer state, their `gradients`, which are there from the first backward on, and
-    what the optimizer steps (`stepped`); `shared` are weights that are gathered once. Beside these a `forward`, a `backward`
+    order, the bytes that are `stored`, with optimizer state, their `gradients`, which are there from the first backward on, or
+    from the first half W where that makes them (`made_later`), and what the optimizer steps (`stepped`); `shared` are weights
+    that are gathered once. Beside these a `forward`, a `backward`
     or its half I (`halved`) take so many bytes at most, what the micro-batch holds included, and the `first` backward, or half
     (`first_half`), with the gradients that it makes; the half W takes `weights` beside what is deferred. What arrives for a
     micro-batch takes `received` bytes and what is sent `sent`, `beside` of these where the micro-batch still holds the others;
@@ -38,6 +39,7 @@ class StageMemory:
     deferred: Bytes
     stored: tuple[Bytes, ...]
     gradients: tuple[Bytes, ...]
+    made_later: tuple[bool, ...]
     stepped: tuple[Bytes, ...]
     shared: Bytes
     forward: Bytes

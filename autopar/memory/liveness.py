@@ -250,6 +250,7 @@ class _Step:
             deferred=sum(life.bytes for life in self.deferred),
             stored=tuple(there["stored"][name] for name in names),
             gradients=tuple(there["gradient"][name] for name in names),
+            made_later=tuple(name in later for name in names),
             stepped=tuple(parts[name] * (name in analysis.backward) for name in names),
             shared=there["converted"].total(),
             forward=_most(own[:turn]) - resident,

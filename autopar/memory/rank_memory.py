@@ -2,7 +2,8 @@
 
     0F1   what the forward of stage 0 takes; what other micro-batches of the rank's stages hold between their forward and their
           backward; what has arrived for later actions, and what is sent and not awaited yet
-    2B0   the same of a backward of stage 2; gradients of stage 0 are there from its own first backward on
+    2B0   the same of a backward of stage 2; gradients of stage 0 are there from its own first backward on, those of weights
+          in products from its first W on where backwards are in halves
 
 Stages of one rank are at their peaks at different actions, so that a rank holds less than these together.
 """
@@ -90,11 +91,11 @@ class _Rank:
         stepped: dict[str, Bytes] = {}
         for stage in self.own:
             stepped |= zip(self.own[stage].names, self.own[stage].memory.stepped, strict=True)
-            self._trained(stage)
+            self.gradients |= self._made(stage, ActionKind.BACKWARD)
         yield self.resident + sum(self.gradients.values()) + scratch([size for size in stepped.values() if size])
 
     def _begin(self, action: Action) -> None:
-        """Take what has come for an action; a backward has its micro-batch itself."""
+        """Take what has come for an action; a backward has its micro-batch itself, and W makes gradients from its start on."""
         now = self.now[action.stage]
         match action.kind:
             case ActionKind.FORWARD:
@@ -102,10 +103,13 @@ class _Rank:
             case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
                 now.back -= action.stage < self.last
                 now.flying.discard(action.microbatch)
+            case ActionKind.BACKWARD_WEIGHT:
+                self.gradients |= self._made(action.stage, action.kind)
 
     def _running(self, action: Action) -> Bytes:
         """What an action takes beside all else."""
-        memory, trained = self.own[action.stage].memory, self._has_trained(action.stage)
+        memory = self.own[action.stage].memory
+        trained = self._made(action.stage, action.kind).keys() <= self.gradients.keys()
         match action.kind:
             case ActionKind.FORWARD:
                 return memory.forward
@@ -127,7 +131,7 @@ class _Rank:
             elif stage < self.last:
                 now.sending.add(k)
             return
-        self._trained(stage)
+        self.gradients |= self._made(stage, action.kind)
         if action.kind == ActionKind.BACKWARD_WEIGHT:
             now.deferred -= 1
             return
@@ -150,13 +154,11 @@ class _Rank:
             case ActionKind.WAIT_B:
                 now.returning -= 1
 
-    def _has_trained(self, stage: int) -> bool:
-        return all(name in self.gradients for name in self.own[stage].names)
-
-    def _trained(self, stage: int) -> None:
-        """The gradients of a stage are there from now on."""
-        if not self._has_trained(stage):
-            self.gradients |= zip(self.own[stage].names, self.own[stage].memory.gradients, strict=True)
+    def _made(self, stage: int, kind: ActionKind) -> dict[str, Bytes]:
+        """The gradients of a stage that are there when an action has ended: those which W makes are not when I has."""
+        one = self.own[stage]
+        every = zip(one.names, one.memory.gradients, one.memory.made_later, strict=True)
+        return {name: size for name, size, later in every if not (later and kind == ActionKind.BACKWARD_INPUT)}
 
 
 __all__ = ["HeldStage", "rank_peaks"]

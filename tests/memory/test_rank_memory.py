@@ -18,7 +18,8 @@ from autopar.pipeline.transfers import with_messages
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]
 BATCH = {"tokens": 7}
-OF_LISTS = ("stored", "gradients", "stepped")
+LATER = True  # the gradient of what all stages store is made by W
+OF_LISTS = ("stored", "gradients", "made_later", "stepped")
 
 
 def scratch(sizes: Sequence[Bytes]) -> Bytes:
@@ -29,7 +30,8 @@ def drawn(place: int, seed: random.Random) -> HeldStage:
     """A stage of any sizes, with a weight of its own, one that all stages store alike, and the tokens."""
     sizes = {field.name: seed.randrange(1, 100) for field in fields(StageMemory) if field.name not in OF_LISTS}
     own, lists = seed.randrange(1, 50), {"stored": 3, "gradients": 1, "stepped": 1}
-    memory = StageMemory(**sizes, **{name: (times * own, 10 * times, 0) for name, times in lists.items()})  # type: ignore[arg-type]
+    of_lists = {name: (times * own, 10 * times, 0) for name, times in lists.items()}
+    memory = StageMemory(**sizes, **of_lists, made_later=(seed.random() < 0.5, LATER, False))  # type: ignore[arg-type]
     memory = replace(memory, stored=(*memory.stored[:2], BATCH["tokens"]), beside=min(memory.beside, memory.sent))
     return HeldStage(memory=memory, names=(f"w{place}", "tied", "tokens"))
 
@@ -45,7 +47,7 @@ def logged(schedule: PipelineSchedule, rank: int, stages: Sequence[HeldStage]) -
     peak = 0
     for action in schedule.ranks[rank]:
         s, k, memory, kind = action.stage, action.microbatch, stages[action.stage].memory, action.kind
-        new = ("gradient", f"w{s}") not in alive
+        new = any(("gradient", name) not in alive for name in made(stages[s], kind))
         match kind:
             case ActionKind.RECV_F:
                 alive["in", s, k] = memory.received
@@ -69,6 +71,7 @@ def logged(schedule: PipelineSchedule, rank: int, stages: Sequence[HeldStage]) -
                     alive["runs"] = memory.first if kind == ActionKind.BACKWARD else memory.first_half
             case ActionKind.BACKWARD_WEIGHT:
                 alive["runs"] = memory.weights
+                alive |= {("gradient", name): size for name, size in made(stages[s], kind).items()}
         if kind not in COMPUTING:
             continue
         peak = max(peak, sum(alive.values()))
@@ -77,6 +80,14 @@ def logged(schedule: PipelineSchedule, rank: int, stages: Sequence[HeldStage]) -
     stepped = {name: size for s in own for name, size in zip(stages[s].names, stages[s].memory.stepped, strict=True)}
     assert not [name for name in alive if isinstance(name, tuple) and name[0] not in ("stored", "gradient", "gathered")]
     return max(peak, sum(alive.values()) + scratch([*stepped.values()]))
+
+
+def made(stage: HeldStage, kind: ActionKind) -> dict[str, Bytes]:
+    """The gradients that an action makes or adds to."""
+    gradients = dict(zip(stage.names, stage.memory.gradients, strict=True))
+    if kind == ActionKind.BACKWARD_INPUT:
+        return {name: gradients[name] for name, late in zip(stage.names, stage.memory.made_later, strict=True) if not late}
+    return gradients
 
 
 def leave(alive: dict[object, Bytes], action: Action, own: Sequence[int], stages: Sequence[HeldStage]) -> None:
@@ -89,8 +100,7 @@ def leave(alive: dict[object, Bytes], action: Action, own: Sequence[int], stages
         elif s + 1 < len(stages):
             alive["out", s, k] = memory.beside
         return
-    for name, size in zip(stages[s].names, memory.gradients, strict=True):
-        alive["gradient", name] = size
+    alive.update({("gradient", name): size for name, size in made(stages[s], kind).items()})
     if kind == ActionKind.BACKWARD_WEIGHT:
         del alive["deferred", s, k]
         return
