@@ -56,15 +56,15 @@ AHEAD = ("1f1b", "zb-h1")  # with forwards ahead, if these are asked for
 
 
 def _refuse(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
-    what = f"no pipeline schedule {name} of {ranks} ranks, {microbatches} micro-batches and {chunks} chunks a rank"
+    what = f"no pipeline schedule {name} of {ranks} ranks, {microbatches} micro-batches and {chunks} stages a rank"
     if name not in (*CHUNKS, "interleaved"):
         raise ConstraintError(f"{name!r} is not a pipeline schedule", fix=", ".join(("interleaved", *CHUNKS)))
     if ranks < 1 or microbatches < 1 or ahead < 0:
         raise ConstraintError(what, fix="at least one of each")
     if name != "interleaved" and chunks != CHUNKS[name]:
-        raise ConstraintError(what, fix=f"chunks={CHUNKS[name]}, or interleaved")
+        raise ConstraintError(what, fix=f"stages={CHUNKS[name] * ranks}, or interleaved")
     if name == "interleaved" and chunks < 2:
-        raise ConstraintError(what, fix="at least two chunks, or 1f1b")
+        raise ConstraintError(what, fix=f"stages={2 * ranks}, or a larger multiple of {ranks}; or 1f1b")
     if name == "interleaved" and microbatches % (rounds := max(1, microbatches // ranks)):
         raise ConstraintError(what, rounds=f"{rounds} of equal length", fix=f"a multiple of {rounds} micro-batches")
     if ahead and name not in AHEAD:

@@ -132,10 +132,15 @@ class StageCuts:
         count = given.stages if given and not starts else _number(options, ranks, starts)
         if count % ranks or not count:
             what = f"{count} stages cannot be shared by the {ranks} ranks of mesh axis {axis!r}"
-            raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several chunks a rank")
+            raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several a rank")
         if count > len(found.firsts):
-            fix = f"at most {len(found.firsts)} stages, or a pipeline axis of at most so many ranks"
-            raise ConstraintError(f"the model has {len(found.firsts)} regions, which are fewer than {count} stages", fix=fix)
+            most = len(found.firsts)
+            fix = (
+                f"stages={most} at most, or a pipeline axis of at most so many ranks"
+                if most > 1
+                else "a plan without pipeline="
+            )
+            raise ConstraintError(f"the model can be cut into {most} stages at most, not into {count}", fix=fix)
         name, schedule = options.schedule, given
         if schedule is None:
             name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
