@@ -49,7 +49,7 @@ def _last(found: StagedExplanation, error: BudgetError) -> tuple[Bytes, Plan] | 
 def _within(found: StagedExplanation, budget: Bytes) -> Plan:
     """The plan of the same stages within a budget per device."""
     old = found.planner
-    planner = StagePlanner(old.mesh, old.link, replace(old.options, budget=budget), old.settings)
+    planner = StagePlanner(old.mesh, old.link, replace(old.options, budget=budget), old.settings, waiting=old.waiting)
     return written(_staged(found.made, found.made.mesh, planner), planner, planner.options, "")
 
 
@@ -64,9 +64,9 @@ def staged_sensitivity(found: StagedExplanation) -> Iterator[Sensitivity]:
     at = made.mesh.axes.index(made.axis)
     for what, speed in SCENARIOS:
         model, faster = ScaledCostModel(old.options.cost_model, **{what: speed}), speed if what == "links" else 1.0
-        link = replace(old.link, latency=old.link.latency / faster, bandwidth=old.link.bandwidth * faster)
+        link = old.link.faster(faster)
         links = (*made.mesh.links[:at], link, *made.mesh.links[at + 1 :])
-        planner = StagePlanner(old.mesh, link, replace(old.options, cost_model=model), old.settings)
+        planner = StagePlanner(old.mesh, link, replace(old.options, cost_model=model), old.settings, waiting=old.waiting)
         own = _seconds(found, link, model)
         best = min(own, _staged(made, replace(made.mesh, links=links), planner).seconds)
         yield Sensitivity(what=what, speed=speed, step_time=own, best=best, bound=None)

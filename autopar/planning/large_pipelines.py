@@ -47,7 +47,7 @@ LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
 class LargePipelineSearch(PipelineTrials):
     """The search for a pipeline of a large program: what is guessed of it, what is hoped for and what is left for the end."""
 
-    even = True
+    even, hides = True, False
 
     def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
         super().__init__(program, options, settings)
@@ -77,6 +77,7 @@ class LargePipelineSearch(PipelineTrials):
         self._refine()
         self._without_stages()
         self.recut()
+        self.hide()
 
     def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
         def seconds(runs: int) -> Seconds:

@@ -4,7 +4,8 @@ micro-batches -> cut -> stages planned, one after the other (`stage_plans`) -> e
 
 The clock's order of actions says exactly what each rank holds (`memory.rank_memory`): with several stages, which are at their
 peaks at different actions, less than these together; with one, its messages too. Where a rank holds more than it may, its
-stages are planned again, with so much less room for their own peaks.
+stages are planned again, with so much less room for their own peaks. Backwards in halves have W where ranks would wait
+(`pipeline.weight_gradients`), unless a rank lacks the memory.
 
 What is left to be chosen (the size of the axis, how many micro-batches, by which schedule) `pipeline_search` searches.
 """
@@ -155,9 +156,8 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     """Whether stages as they are known take `below` seconds or longer by the schedule of a cut: the same ones, or parts of them
     of which a rank has several, without any bubble, and, if parts are `even`, each as large as the others."""
     schedule = cut.schedule
-    for one in known:
-        if one.cut.starts == cut.starts:
-            return cut.waits_filled(one.stage_seconds)[1] >= below
+    if same := [one.stage_seconds for one in known if one.cut.starts == cut.starts]:
+        return all(cut.waits_filled(stages)[1] >= below for stages in same)
     if not known or schedule.stages == len(schedule.ranks):
         return False
     first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)

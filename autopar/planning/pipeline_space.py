@@ -5,6 +5,7 @@ See `pipeline_search` and `large_pipelines`, which try them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ WHOLE = ("gpipe", "1f1b")  # schedules of one stage a rank and of backwards in o
 CHUNKS = (2, 3, 4)  # stages a rank that are tried where their number is open
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineAxis:
     """A mesh with the axis of a pipeline, what is asked for on it, and what is known of stages there: by the `planner`, and
     by the one `beyond` the budget, whose memory is plenty."""
@@ -48,6 +49,14 @@ class PipelineAxis:
         link, plenty = mesh.links[mesh.axes.index(axis)], replace(options, budget=PLENTY)
         planner, beyond = (StagePlanner(spatial, link, asked, settings) for asked in (options, plenty))
         return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=planner, beyond=beyond)
+
+    @functools.cached_property
+    def hiding(self) -> PipelineAxis:
+        """The axis with a planner for which messages hide beside the computing, but for those of the first and the last
+        micro-batches, as if as many of these waited as there are cuts."""
+        known = self.planner
+        waiting = StagePlanner(known.mesh, known.link, known.options, known.settings, waiting=self.ranks - 1)
+        return replace(self, planner=waiting)
 
     @property
     def ranks(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from autopar.analysis.signatures import signature
 from autopar.analysis.weights import weights
 from autopar.errors import ConstraintError, MeshError
 from autopar.formulation.prices import Prices, op_seconds
-from autopar.ir.mesh import Device, Mesh, Seconds
+from autopar.ir.mesh import Device, Link, Mesh, Seconds
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.stage_regions import fine_starts, made_again, passing_bytes, stage_starts
@@ -105,6 +106,10 @@ class StageCuts:
     def shares(self, starts: tuple[int, ...]) -> list[float]:
         """The parts of the program's seconds, by rough prices, in the stages that begin with these ops."""
         return self._regions.shares(starts)
+
+    def messages(self, starts: tuple[int, ...], link: Link, devices: int) -> float:
+        """The largest part that messages are of what a stage computes by rough prices, if so many devices share both."""
+        return self._regions.messages(starts, link, devices)
 
     def recut(self, cut: Cut, known: Sequence[StageSeconds]) -> tuple[Cut, float]:
         """Stages for the same schedule by what those of a cut take, and what their step takes, in parts of that of the cut."""
@@ -230,6 +235,14 @@ class _Regions:
         before = [sum(both) for both in self._before]
         whole = before[len(self.program.ops)]
         return [(before[stop] - before[start]) / whole for start, stop in itertools.pairwise((*starts, len(self.program.ops)))]
+
+    def messages(self, starts: tuple[int, ...], link: Link, devices: int) -> float:
+        """What a message before each stage takes that is split over so many devices, in parts of the stage; the largest."""
+        passing = passing_bytes(self.program)
+        before = [sum(self._before[place]) for place in (*starts, len(self.program.ops))]
+        stages = [(stop - start) / devices for start, stop in itertools.pairwise(before)]
+        sent = [link.send(passing[start] / devices) for start in starts[1:]]
+        return max((2 * one / (stage or math.inf) for one, stage in zip(sent, stages[1:], strict=True)), default=0.0)
 
     def recut(self, schedule: PipelineSchedule, more: int, starts: Sequence[int], known: Sequence[StageSeconds]) -> Recut:
         """The starts by which the schedule is fastest, by what planned stages take, which have other `starts`; also between any

@@ -34,6 +34,7 @@ from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import SearchSettings
 
 MeshSizes = tuple[int, ...]
+LARGE = 0.05  # messages, in parts of what a stage computes, from which on stages are planned by those that hide, too
 
 
 class PipelineTrials(ABC):
@@ -44,6 +45,7 @@ class PipelineTrials(ABC):
     """
 
     even = False  # whether stages that are parts of known ones are taken to be equal
+    hides = True  # whether all stages are planned by messages that hide, too
 
     def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
         self.program, self.options, self.settings = program, options, settings
@@ -154,25 +156,29 @@ class PipelineTrials(ABC):
                     continue
                 steps = cuts.steps(cut.starts)
                 least = self.unlikely(steps, cut, over)
-                if least < math.inf:
-                    slower = min(slower, least)
-                    continue
-                made = staged(steps, over.mesh, over.axis, cut, over.planner, self.seconds)
-            except SlowerStagesError as error:
-                self.fared["slower by their first stages"] += 1
-                slower = min(slower, error.seconds)
-                continue
             except AutoparError as error:
                 self.refused.append(error)
-                if (
-                    isinstance(error, StageBudgetError) and error.never
-                ):  # and none has fewer in flight than the first that is tried
-                    never.add(cut.starts)
                 continue
-            self.fared["planned"] += 1
-            known.append(made)
-            if made.seconds < self.seconds:
-                self.seconds, self.without, self.found = made.seconds, None, (made, over, asked)
+            if least < math.inf:
+                slower = min(slower, least)
+                continue
+            for by in (over, over.hiding) if self.hides and self._messages(over, cuts, cut) > LARGE else (over,):
+                try:
+                    made = staged(steps, by.mesh, by.axis, cut, by.planner, self.seconds)
+                except SlowerStagesError as error:
+                    self.fared["slower by their first stages"] += 1
+                    slower = min(slower, error.seconds)
+                    continue
+                except AutoparError as error:
+                    self.refused.append(error)
+                    if (
+                        isinstance(error, StageBudgetError) and error.never
+                    ):  # and none has fewer in flight than the first that is tried
+                        never.add(cut.starts)
+                        break
+                    continue
+                known.append(made)
+                self._found(made, by, asked)
         return min((made.seconds for made in known), default=slower)
 
     def recut(self) -> None:
@@ -191,10 +197,33 @@ class PipelineTrials(ABC):
         except AutoparError as error:
             self.refused.append(error)
             return
+        self.fared["cut anew"] += self._found(found, over, asked)
+
+    def hide(self) -> None:
+        """Plan the best stages anew by messages that hide, where they are a large part of what stages compute."""
+        if self.found is None or self.ended:
+            return
+        made, over, asked = self.found
+        if self._messages(over, self.cuts(over, made.cut.schedule.microbatches), made.cut) <= LARGE:
+            return
+        try:
+            found = staged(made.steps, over.mesh, over.axis, made.cut, over.hiding.planner, self.seconds)
+        except AutoparError as error:
+            self.refused.append(error)
+        else:
+            self._found(found, over.hiding, asked)
+
+    def _messages(self, over: PipelineAxis, cuts: StageCuts, cut: Cut) -> float:
+        """The largest part that messages may be of what a stage computes."""
+        return cuts.messages(cut.starts, over.planner.link, over.planner.mesh.size)
+
+    def _found(self, made: StagedStep, over: PipelineAxis, asked: Options) -> bool:
+        """Whether stages that are planned are the best so far."""
         self.fared["planned"] += 1
-        if found.seconds < self.seconds:
-            self.fared["cut anew"] += 1
-            self.seconds, self.without, self.found = found.seconds, None, (found, over, asked)
+        if made.seconds >= self.seconds:
+            return False
+        self.seconds, self.without, self.found = made.seconds, None, (made, over, asked)
+        return True
 
     def cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
         """The cuts of a step of so many micro-batches, padded as is best on the mesh of a stage; meshes have one device."""

@@ -97,10 +97,17 @@ class StagePlan:
 
 class StagePlanner:
     """Plans stages on one mesh, which is without the pipeline's axis, whose link joins them; what was solved once is known from
-    then on."""
+    then on.
 
-    def __init__(self, mesh: Mesh, link: Link, options: Options, settings: SearchSettings = DEFAULTS) -> None:
+    A step waits for messages of all micro-batches, or of so many (`waiting`), by which layouts are chosen to be sent. How long
+    it waits the clock says.
+    """
+
+    def __init__(
+        self, mesh: Mesh, link: Link, options: Options, settings: SearchSettings = DEFAULTS, *, waiting: int | None = None
+    ) -> None:
         self.mesh, self.link, self.options, self.settings = mesh, link, replace(options, pipeline=None), settings
+        self.waiting = waiting
         self._known: dict[str, _Solved | BudgetError] = {}
         self._full: dict[str, list[_Solved]] = {}  # with more micro-batches in flight, where one alone did not suffice
         self._written: dict[Optimized, Plan] = {}  # the first plan that was written of a solution
@@ -213,7 +220,8 @@ class StagePlanner:
         """A stage with the moments of a schedule, as it is solved."""
         assert step.stage is not None, "it is a stage"
         flights = max((now.flights for now in times), default=1)
-        return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link))
+        hidden = max(1.0, step.microbatches / self.waiting) if self.waiting else 1.0
+        return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link.faster(hidden)))
 
     def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: _Share) -> _Solved:
         """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than its

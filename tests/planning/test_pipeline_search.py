@@ -297,3 +297,14 @@ def test_gradients_of_weights_are_deferred_where_the_clock_says_that_it_is_faste
         pipeline = plan(blocks(), mesh, **asked).pipeline
         assert pipeline is not None
         assert pipeline.schedule == expected
+
+
+def test_stages_are_no_slower_than_a_strategy_makes_them_where_messages_hide() -> None:
+    """What is sent split is gathered again, on the same slow links: with forwards ahead, sending all of it costs less."""
+    program = planning.gpt2(8, 1024, 2048, depth=4).program
+    slow = replace(catalog.device("h100"), per_node=1, outer="ethernet-25g")
+    asked: dict[str, Any] = {"pipeline": "pp", "microbatches": 8, "schedule": "1f1b+1", "device": slow}
+    found = plan(program, {"pp": 2, "dp": 2}, **asked)
+    assert found.pipeline is not None
+    assert [crossing.layout for crossing in found.pipeline.crossings] == ["I"]
+    assert found.step_time <= plan(program, {"pp": 2, "dp": 2}, strategy="replicate", **asked).step_time * (1 + DEFAULTS.gap)
