@@ -5,9 +5,9 @@
     python benchmarks/stages_auto.py --save                  and the table of the results
 
 Forced are all numbers of ranks of the outermost axis, of micro-batches and of forwards ahead, every schedule, and one to four
-stages a rank, none of them left out by what is known of others. A line per model and mesh: what is chosen, what is best of the
-rest, and how many there are. Exit code 1 where one is faster by more than the gap at which the solver stops. On meta: widths of
-2048, four blocks.
+stages a rank, by messages that wait and by those that hide, none of them left out by what is known of others. A line per model
+and mesh: what is chosen, what is best of the rest, and how many there are. Exit code 1 where one is faster by more than the gap
+at which the solver stops. On meta: widths of 2048, four blocks.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def forced(program: Program, case: Case, options: Options) -> Iterator[tuple[flo
                 asked = replace(over.options, schedule=name, stages=stages)
                 with suppress(AutoparError):  # fewer regions than stages, or nothing that fits
                     chosen = cuts.chosen(cut, over.axis, asked, runs)
-                    made = staged(cuts.steps(chosen.starts), cut, over.axis, chosen, over.planner)
-                    yield made.seconds, said(cut.sizes, f"{stages} stages by {name}", runs)
+                    for by in (over, over.hiding):
+                        made = staged(cuts.steps(chosen.starts), cut, over.axis, chosen, by.planner)
+                        yield made.seconds, said(cut.sizes, f"{stages} stages by {name}", runs)
 
 
 def row(model: str, mesh: str) -> tuple[str, bool]:
