@@ -140,11 +140,8 @@ class StageCuts:
             raise ConstraintError(what, fix=f"a multiple of {ranks} stages: more than {ranks} are several a rank")
         if count > len(found.firsts):
             most = len(found.firsts)
-            fix = (
-                f"stages={most} at most, or a pipeline axis of at most so many ranks"
-                if most > 1
-                else "a plan without pipeline="
-            )
+            fewer = f"stages={most} at most, or a pipeline axis of at most so many ranks"
+            fix = fewer if most > 1 else "a plan without pipeline="
             raise ConstraintError(f"the model can be cut into {most} stages at most, not into {count}", fix=fix)
         name, schedule = options.schedule, given
         if schedule is None:

@@ -34,7 +34,7 @@ from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.settings import SearchSettings
 
 MeshSizes = tuple[int, ...]
-LARGE = 0.05  # messages, in parts of what a stage computes, from which on stages are planned by those that hide, too
+MESSAGES = 0.05  # messages, in parts of what a stage computes, from which on stages are planned by those that hide, too
 
 
 class PipelineTrials(ABC):
@@ -162,7 +162,7 @@ class PipelineTrials(ABC):
             if least < math.inf:
                 slower = min(slower, least)
                 continue
-            for by in (over, over.hiding) if self.hides and self._messages(over, cuts, cut) > LARGE else (over,):
+            for by in (over, over.hiding) if self.hides and self._messages(over, cuts, cut) > MESSAGES else (over,):
                 try:
                     made = staged(steps, by.mesh, by.axis, cut, by.planner, self.seconds)
                 except SlowerStagesError as error:
@@ -204,7 +204,7 @@ class PipelineTrials(ABC):
         if self.found is None or self.ended:
             return
         made, over, asked = self.found
-        if self._messages(over, self.cuts(over, made.cut.schedule.microbatches), made.cut) <= LARGE:
+        if self._messages(over, self.cuts(over, made.cut.schedule.microbatches), made.cut) <= MESSAGES:
             return
         try:
             found = staged(made.steps, over.mesh, over.axis, made.cut, over.hiding.planner, self.seconds)

@@ -18,7 +18,6 @@ from autopar.pipeline.transfers import with_messages
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]
 BATCH = {"tokens": 7}
-LATER = True  # the gradient of what all stages store is made by W
 OF_LISTS = ("stored", "gradients", "made_later", "stepped")
 
 
@@ -27,11 +26,11 @@ def scratch(sizes: Sequence[Bytes]) -> Bytes:
 
 
 def drawn(place: int, seed: random.Random) -> HeldStage:
-    """A stage of any sizes, with a weight of its own, one that all stages store alike, and the tokens."""
+    """A stage of any sizes, with a weight of its own, one that all stages store, whose gradient W makes, and the tokens."""
     sizes = {field.name: seed.randrange(1, 100) for field in fields(StageMemory) if field.name not in OF_LISTS}
     own, lists = seed.randrange(1, 50), {"stored": 3, "gradients": 1, "stepped": 1}
     of_lists = {name: (times * own, 10 * times, 0) for name, times in lists.items()}
-    memory = StageMemory(**sizes, **of_lists, made_later=(seed.random() < 0.5, LATER, False))  # type: ignore[arg-type]
+    memory = StageMemory(**sizes, **of_lists, made_later=(seed.random() < 0.5, True, False))  # type: ignore[arg-type]
     memory = replace(memory, stored=(*memory.stored[:2], BATCH["tokens"]), beside=min(memory.beside, memory.sent))
     return HeldStage(memory=memory, names=(f"w{place}", "tied", "tokens"))
 
