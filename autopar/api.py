@@ -198,7 +198,8 @@ def parallelize(
         `torch.distributed.checkpoint` work; `step` runs micro-batches.
 
     Raises:
-        PlanError: the plan was made for another model, sample or mesh, or the ranks captured different programs.
+        PlanError: the plan was made for another model, sample or mesh, or with other options than those that are given, or the
+            ranks captured different programs.
         MeshError: the mesh is not as large as the world.
         AutoparError: what `plan` raises.
 
@@ -207,10 +208,11 @@ def parallelize(
     >>> parallel(torch.randn(2, 8)).shape
     torch.Size([2, 4])
     """
+    _check_is_plan(plan)
     if plan is not None and mesh is None and config is None:
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     mesh, options = _declared(mesh, config, devices, options)
-    asked = Options(**options_of(options))  # type: ignore[arg-type]
+    asked = _asked(options, plan)
     if plan is None and (plans is not None or isinstance(mesh, AutoMesh)):
         plan = planned_by_rank_0(model, sample_input, mesh, asked, None if plans is None else Path(plans))
     if isinstance(mesh, AutoMesh):
@@ -218,7 +220,7 @@ def parallelize(
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
-    if asked.pipeline is None and not (isinstance(plan, Plan) and plan.pipeline):
+    if asked.pipeline is None and not (plan and plan.pipeline):
         if over is not None and not isinstance(over, ParallelModule):
             raise PlanError(f"over is a {type(over).__name__}", fix="what autopar.parallelize returned")
         return build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
@@ -270,15 +272,16 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
 
     Raises:
         InputError: the model is on `meta`.
-        PlanError: the plan was made for another model, sample or mesh.
+        PlanError: the plan was made for another model, sample or mesh, or with other options than those that are given.
         AutoparError: what `plan` raises.
 
     >>> import autopar, torch
     >>> autopar.verify(nn.Linear(8, 4), torch.randn(2, 8), mesh=(1,)).ok
     True
     """
+    _check_is_plan(plan)
     with progress("comparing the sequential and the parallel model"):
-        return _verify(model, sample_input, mesh, plan, Options(**options_of(options)))  # type: ignore[arg-type]
+        return _verify(model, sample_input, mesh, plan, _asked(options, plan))
 
 
 def declared(
@@ -350,6 +353,22 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
         what = f"{asked}={found[asked]!r} is of pipeline stages, and no pipeline= says whose ranks have them"
         raise ConstraintError(what, fix=f'pipeline= the name of a mesh axis, or "auto"; or no {asked}=')
     return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
+
+
+def _check_is_plan(plan: object) -> None:
+    """Raise PlanError for what is neither a plan nor None."""
+    if not isinstance(plan, Plan | None):
+        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
+        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
+
+
+def _asked(options: Mapping[str, object], plan: Plan | None) -> Options:
+    """The options that are given, beside a plan if there is one. Raises PlanError for one that the plan was not made with."""
+    given = options_of(options)
+    asked = Options(**given)  # type: ignore[arg-type]
+    if plan is not None:
+        asked.check_plan(plan, given)
+    return asked
 
 
 def _check_mode(options: Mapping[str, object]) -> None:

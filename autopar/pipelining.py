@@ -17,7 +17,6 @@ from autopar.capture import Captured
 from autopar.capture.python_state import Settings
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
 from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, StageModule
-from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import describe_sizes, dim_sizes
 from autopar.ir.layout import I, Layout, local_shape
 from autopar.ir.mesh import AutoMesh, Mesh
@@ -92,9 +91,6 @@ def _built(
     """The module of a plan with a pipeline, which rank 0 makes if there is none."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
-    if plan is not None and plan.pipeline is None:
-        fix = "plan with pipeline=, or parallelize without it"
-        raise PlanError("the plan has no pipeline, which was asked for", pipeline=options.pipeline, fix=fix)
     options = options.under(plan)
     context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
     source = ModelSource(model, sample_input, options)

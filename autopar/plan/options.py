@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from autopar.cost_models import optimizers
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizer_instances import counted
 from autopar.cost_models.optimizers import NONE, Optimizer
+from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
 from autopar.plan.plan import Plan
@@ -20,6 +21,7 @@ from autopar.plan.plan import Plan
 HOST, DISK = "host", "disk"  # where weights may be stored
 AUTO = "auto"  # as many micro-batches as are best, as much recomputed as is best
 PLENTY: Bytes = 1 << 60  # a budget that never binds
+FREE = ("compiled", "cost_model", "time_limit")  # what a module may be built with under any plan
 TRAINING, INFERENCE = MODES = "training", "inference"
 
 
@@ -124,6 +126,20 @@ class Options:
                 line: answer == "True" if answer in ("True", "False") else int(answer) for line, _, answer in answers
             }
         return Options(constraints={name: layout for name, _, layout in pairs}, **found, **others)  # type: ignore[arg-type]
+
+    def check_plan(self, plan: Plan, said: Collection[str]) -> None:
+        """Raise PlanError for an option among those `said` that the plan was not made with; "auto" says nothing."""
+        asked = {**self.text(), "mode": self.mode, "microbatches": str(self.microbatches)}
+        found = {"mode": TRAINING, **plan.options, "microbatches": str(plan.microbatches)}
+        if plan.pipeline:
+            found |= {"pipeline": plan.pipeline.axis, "schedule": plan.pipeline.schedule, "stages": str(len(plan.stages))}
+        for name in (name for name in asked if name in said and name not in FREE):
+            if asked[name] not in ("", AUTO, found.get(name), plan.options.get(name)):
+                raise PlanError(
+                    f"{name}={asked[name]!r} is asked for, and the plan was made with another",
+                    plan=f"{name}={found[name]!r}" if found.get(name) else f"without {name}=",
+                    fix=f"leave {name}= out, or plan again with it",
+                )
 
     def under(self, plan: Plan | None) -> Options:
         """The options with the mode and precision of a plan that was made before, and what it assumes.

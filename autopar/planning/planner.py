@@ -176,11 +176,8 @@ def _names_axes(options: Options) -> bool:
 def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
     """The mesh with the axes of its plan, which may have merged some, or cut the outermost for pipeline stages.
 
-    Raises PlanError if it is not a plan, or was made for another mesh.
+    Raises PlanError if it was made for another mesh.
     """
-    if not isinstance(plan, Plan):
-        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
-        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
     if plan.mesh.has_memories:
         found = planned_mesh(replace(plan, axes=plan.axes[:-1], sizes=plan.sizes[:-1]), mesh.devices)
         return mesh if mesh.has_memories else found.with_memories(None)

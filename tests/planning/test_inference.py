@@ -160,8 +160,10 @@ def test_a_plan_brings_its_mode_with_it() -> None:
     plan = autopar.plan(model, sample, (1,), device="h100", mode="inference")
     assert not autopar.parallelize(model, sample, plan=Plan.from_json(plan.to_json()))(sample).requires_grad
     training = autopar.plan(model, sample, (1,), device="h100")
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="mode='inference' is asked for"):
         autopar.parallelize(model, sample, plan=training, mode="inference")
+    with pytest.raises(PlanError, match="mode='training' is asked for"):
+        autopar.parallelize(model, sample, plan=plan, mode="training")
 
 
 class Wide(nn.Module):

@@ -351,7 +351,7 @@ def test_a_plan_whose_stages_send_or_share_otherwise_than_it_says_is_refused(fie
 def test_what_knows_no_stages_says_so() -> None:
     model, sample = models.make("gpt2")
     plain = autopar.plan(model, sample, (1,), device="h100")
-    with pytest.raises(PlanError, match="the plan has no pipeline, which was asked for"):
+    with pytest.raises(PlanError, match="pipeline='axis0' is asked for, and the plan was made with another"):
         autopar.parallelize(model, sample, (1,), plan=plain, pipeline="axis0")
 
 

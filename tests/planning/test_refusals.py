@@ -429,3 +429,33 @@ SUBMODULE = "a submodule of a parallel module cannot be called: only the whole w
 
 def test_a_submodule_of_a_parallel_module_cannot_be_called() -> None:
     check(lambda: single().get_submodule("0")(X), InputError, SUBMODULE, "by itself")
+
+
+@pytest.mark.parametrize(
+    "option, value, of_plan",
+    [
+        ("microbatches", 4, "microbatches='1'"),
+        ("strategy", "fsdp", "strategy='auto'"),
+        ("pipeline", "axis0", "without pipeline="),
+        ("budget", "10GB", "without budget="),
+        ("optimizer", "sgd", "optimizer='adamw'"),
+        ("recompute", "blocks", "without recompute="),
+        ("constraints", {"0.weight": "I"}, "without constraints="),
+    ],
+)
+def test_an_option_beside_a_plan_that_was_made_with_another_is_refused(option: str, value: object, of_plan: str) -> None:
+    """Before, these were left out in silence."""
+    made = plan((1,))
+    for call in (
+        lambda: single(plan=made, **{option: value}),
+        lambda: autopar.verify(model(), X, (1,), plan=made, **{option: value}),
+    ):
+        with pytest.raises(PlanError, match=f"^{option}=.* is asked for, and the plan was made with another") as refusal:
+            call()
+        assert refusal.value.details["plan"] == of_plan
+
+
+def test_options_beside_a_plan_that_was_made_with_them_and_auto_are_taken() -> None:
+    made = plan((1,), strategy="ddp", optimizer="sgd", budget="10GB")
+    for options in ({"strategy": "ddp", "optimizer": "sgd", "budget": "10GB"}, {"microbatches": 1, "strategy": "auto"}):
+        assert single(plan=made, **options)(X).shape == X.shape
