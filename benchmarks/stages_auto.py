@@ -5,9 +5,9 @@
     python benchmarks/stages_auto.py --save                  and the table of the results
 
 Forced are all numbers of ranks of the outermost axis, of micro-batches and of forwards ahead, every schedule, and one to four
-stages a rank, by messages that wait and by those that hide, none of them left out by what is known of others. A line per model
-and mesh: what is chosen, what is best of the rest, and how many there are. Exit code 1 where one is faster by more than the gap
-at which the solver stops. On meta: widths of 2048, four blocks.
+stages a rank, by messages that wait and by those that hide, in the best layouts and by data and tensor parallelism; none is
+left out by what is known of others. A line per model and mesh: what is chosen, what is best of the rest, their number. Exit
+code 1 where one is faster by more than the gap at which the solver stops. On meta: widths of 2048, four blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import transformers
 
 from autopar.cost_models import catalog
 from autopar.errors import AutoparError, BudgetError, ConstraintError
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import AUTO, Options
@@ -43,6 +44,7 @@ from autopar.solver.settings import DEFAULTS
 RESULTS = Path(__file__).parent / "results" / "stages_auto.txt"
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, LENGTH = 4, 2048, 16, 4096, 8, 1024
 CHUNKS = (2, 3, 4)  # stages of a rank, beside one
+NAMED = ("ddp", "megatron")  # strategies of stages, beside the best layouts
 NONE = math.inf, "none fits"  # seconds of a plan, and what it is
 LINE = "{:<8} {:<6} {:>10}  {:<44} {:>10}  {:<44} {:>6} {:>6}"
 
@@ -131,16 +133,23 @@ def forced(program: Program, case: Case, options: Options) -> Iterator[tuple[flo
     numbers = [runs for runs in range(1, BATCH + 1) if BATCH % runs == 0]
     for ranks, runs in itertools.product([n for n in range(2, mesh.sizes[0] + 1) if mesh.sizes[0] % n == 0], numbers):
         cut = cut_mesh(mesh, ranks)
-        over = PipelineAxis.of(cut, cut.axes[0], replace(options, pipeline=cut.axes[0]), DEFAULTS)
+        overs = [over for over in over_all(cut, options) for over in (over, over.hiding)]
         with suppress(ConstraintError):  # a batch that cannot be parted
             cuts = StageCuts(microbatches(program, runs), mesh.device)
-            for name, stages in schedules(ranks):
+            for (name, stages), over in itertools.product(schedules(ranks), overs):
                 asked = replace(over.options, schedule=name, stages=stages)
                 with suppress(AutoparError):  # fewer regions than stages, or nothing that fits
                     chosen = cuts.chosen(cut, over.axis, asked, runs)
-                    for by in (over, over.hiding):
-                        made = staged(cuts.steps(chosen.starts), cut, over.axis, chosen, by.planner)
-                        yield made.seconds, said(cut.sizes, f"{stages} stages by {name}", runs)
+                    made = staged(cuts.steps(chosen.starts), cut, over.axis, chosen, over.planner)
+                    yield made.seconds, said(cut.sizes, f"{stages} stages by {name}", runs)
+
+
+def over_all(cut: Mesh, options: Options) -> Iterator[PipelineAxis]:
+    """The outermost axis of a mesh, for stages that are planned freely, and by named strategies where they have several
+    devices."""
+    named = NAMED if options.strategy == AUTO and cut.size > cut.sizes[0] else ()
+    for strategy in (options.strategy, *named):
+        yield PipelineAxis.of(cut, cut.axes[0], replace(options, pipeline=cut.axes[0], strategy=strategy), DEFAULTS)
 
 
 def row(model: str, mesh: str) -> tuple[str, bool]:

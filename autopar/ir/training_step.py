@@ -51,8 +51,8 @@ class StageEnds:
     value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
     `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would; `flights`
     the most micro-batches that the schedule has between their forward and their backward here, which all hold what is kept.
-    They are the most of the schedule's `moments`, of which some with backwards in halves hold more. What is sent goes over the
-    `link`, where the stage is priced.
+    They are the most of the schedule's `moments`, of which some with backwards in halves hold more. Where the
+    stage is priced, what is sent goes over the `link`, and a micro-batch counts for so many that all of them are `repeats`.
     """
 
     received: tuple[tuple[str, Layout], ...]
@@ -61,7 +61,8 @@ class StageEnds:
     random_ops: int
     flights: int = 1
     moments: tuple[StageMoment, ...] = field(default=(), repr=False)  # each once; of no part in what the step is
-    link: Link | None = field(default=None, repr=False, compare=False)  # of no part in what the step is
+    repeats: int = field(default=1, repr=False, compare=False)  # of no part in what the step is
+    link: Link | None = field(default=None, repr=False, compare=False)  # nor this
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@
     settle     what may be best by 1f1b is planned, with one in flight and with all of them, until the others are slower
     refine     other schedules are tried with the numbers that were best under 1f1b
     cut anew   the stages of the best plan, by what they were found to take
+    uncut      they are planned with what they send in the layouts of the whole program, where that is cheaper
 
 Without stages a step is bounded once one number of ranks is guessed. It is planned then where its bound is below all that these
 promise, and else when stages are: most numbers of micro-batches are slower by their bound by then.
@@ -78,6 +79,7 @@ class LargePipelineSearch(PipelineTrials):
         self._without_stages()
         self.recut()
         self.hide()
+        self.uncut()
 
     def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
         def seconds(runs: int) -> Seconds:

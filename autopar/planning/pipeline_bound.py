@@ -54,11 +54,11 @@ def least_step(
     work, once = sum(one.busy for one in known), sum(one.once for one in known)
     more = math.ceil(WEIGHT * ranks * path) if ranks * path * work > runs * work + once else 0
     whole = StageSteps(step, (0,)).made(0, {})
-    price = least_price(analysed(_repeated(whole, runs + more), mesh, options), mesh, options, settings, exact=True)
+    price = least_price(analysed(repeated(whole, runs + more), mesh, options), mesh, options, settings, exact=True)
     return path * price / (ranks * path + more) if more else price / ranks
 
 
-def _repeated(step: TrainingStep, runs: int) -> TrainingStep:
+def repeated(step: TrainingStep, runs: int) -> TrainingStep:
     """The step with so many micro-batches in the place of its own."""
     ends = (I,) * len(step.program.inputs), (I,) * len(step.program.outputs)
     loop = step.loop or MicrobatchLoop(count=1, hoisted=None, inputs=ends[0], outputs=ends[1])

@@ -43,9 +43,11 @@ from autopar.planning.schedule_file import fitting, is_file
 from autopar.search_space.candidates import INVARIANT, candidate
 
 STEADY = 4  # micro-batches for each rank, after which their actions repeat
-WORTH = 1e-2  # of a step, that cuts within blocks are to save by rough prices
+WORTH = 1e-2  # of a step, that other cuts or layouts are to save by what is known of them
 SMALL = 0.1  # of the seconds of a region: what is not cut off it
 NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and actions that the clock times for it
+PARTS = 8  # of the micro-batches, to which those for which ranks wait are rounded: plans of nearer numbers hardly differ
+ALIKE = StageSeconds(forward=1.0, backward_input=1.2, backward_weight=0.8)  # about, of a stage of a transformer
 RECUT = 4  # times as many, by what planned stages take
 
 
@@ -57,6 +59,18 @@ class Cut:
     modules: tuple[str, ...]
     name: str
     schedule: PipelineSchedule
+
+    @property
+    def repeats(self) -> int:
+        """The micro-batches for which a step takes long enough, if stages are alike: those of the schedule, and those for which
+        ranks wait, to an eighth of the former.
+
+        A second of a micro-batch costs a step so many times as much as one of what is done once.
+        """
+        runs, stages = self.schedule.microbatches, self.schedule.stages
+        seconds = Clock(self.schedule).seconds([ALIKE] * stages)
+        full = runs * ALIKE.busy * stages / len(self.schedule.ranks)
+        return math.ceil(runs * round(PARTS * seconds / full) / PARTS)
 
     def waits_filled(self, stages: Sequence[StageSeconds]) -> tuple[Cut, Seconds]:
         """The cut with its W where ranks of stages that take so long would wait, and the seconds of a step: see

@@ -162,6 +162,7 @@ class PipelineTrials(ABC):
             if least < math.inf:
                 slower = min(slower, least)
                 continue
+            planned = list[StagedStep]()
             for by in (over, over.hiding) if self.hides and self._messages(over, cuts, cut) > MESSAGES else (over,):
                 try:
                     made = staged(steps, by.mesh, by.axis, cut, by.planner, self.seconds)
@@ -177,8 +178,11 @@ class PipelineTrials(ABC):
                         never.add(cut.starts)
                         break
                     continue
-                known.append(made)
+                planned.append(made)
                 self._found(made, by, asked)
+            if self.hides and planned and (other := self._as_uncut(min(planned, key=_seconds), over, asked)):
+                planned.append(other)
+            known += planned
         return min((made.seconds for made in known), default=slower)
 
     def recut(self) -> None:
@@ -212,6 +216,31 @@ class PipelineTrials(ABC):
             self.refused.append(error)
         else:
             self._found(found, over.hiding, asked)
+
+    def uncut(self) -> None:
+        """Plan the best stages anew, with what they send in the layouts of a whole step."""
+        if self.found is not None and not self.ended:
+            self._as_uncut(*self.found)
+
+    def _as_uncut(self, made: StagedStep, over: PipelineAxis, asked: Options) -> StagedStep | None:
+        """Stages that send what they send in the layouts of a whole step, where that may be faster: a stage that is planned
+        after another one makes the best of what it receives, which may be dear for all that follow."""
+        cut, planner, stages = made.cut, over.planner, made.stage_seconds
+        if asked.strategy != AUTO or planner.mesh.size == 1:
+            return None
+        whole = planner.uncut(made.steps.step, cut.repeats)
+        share = whole.seconds / sum(cut.repeats * one.busy + one.once for one in stages)
+        if share >= 1 - WORTH or share * made.seconds >= self.seconds:
+            return None
+        sent = {crossing.value: whole.layouts[crossing.value] for crossing in made.crossings}
+        by = replace(over, planner=planner.sending(sent))
+        try:
+            found = staged(made.steps, over.mesh, over.axis, cut, by.planner, self.seconds)
+        except AutoparError as error:
+            self.refused.append(error)
+            return None
+        self._found(found, by, asked)
+        return found
 
     def _messages(self, over: PipelineAxis, cuts: StageCuts, cut: Cut) -> float:
         """The largest part that messages may be of what a stage computes."""
@@ -271,6 +300,10 @@ class PipelineTrials(ABC):
         made, over, _ = self.found
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
         return written(made, over.planner, self.options, searched if open_ else "")
+
+
+def _seconds(made: StagedStep) -> Seconds:
+    return made.seconds
 
 
 __all__ = ["PipelineTrials"]

@@ -3,6 +3,9 @@
 stage 0 planned, as any program; what it sends keeps the layout in which its plan leaves it
 stage 1 planned, which receives that; ...
 
+or with what they send in given layouts, those of the whole program (`StagePlanner.sending`). A micro-batch counts for more than
+one where ranks wait while the pipeline fills and drains (`Cut.repeats`).
+
 A stage is solved for one micro-batch in flight first: if all ranks hold their stages' plans with all that the schedule has in
 flight, these are the best. Else each stage has a share of its rank's memory: it takes a plan that fits of those that the same
 stage has with more in flight, if that is within `FLIGHTS_GAP`, or is solved with what they all hold in the rows of the memory.
@@ -14,6 +17,7 @@ beyond that; where they do not fit even so, in proportion to what they hold with
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +26,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 
+from autopar.analysis.analysis import Analysis
 from autopar.analysis.deferrable import deferrable
 from autopar.analysis.repeated_blocks import block_of
 from autopar.errors import BudgetError
@@ -34,14 +39,16 @@ from autopar.ir.training_step import StageMoment, TrainingStep
 from autopar.memory.in_flight import StageMemory
 from autopar.memory.rank_memory import HeldStage
 from autopar.pipeline.clock import StageSeconds
+from autopar.plan.assignment_text import describe
 from autopar.plan.budget import parse_bytes
-from autopar.plan.options import Options
+from autopar.plan.options import PLENTY, Options
 from autopar.plan.pipeline import moments
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
 from autopar.plan.text import size_text
 from autopar.planning.model_checks import without_rule
-from autopar.planning.optimize import SMALLEST, Optimized, analysed, solved, transferred
+from autopar.planning.optimize import SMALLEST, Optimized, analysed, solution_time, solved, transferred
+from autopar.planning.pipeline_bound import repeated
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.planner import to_plan
 from autopar.search_space.strategies import constrained, targets
@@ -95,6 +102,14 @@ class StagePlan:
     found: Optimized  # its own solution, or that of a stage like it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncutPlan:
+    """What a whole step takes that is not cut into stages, and in which layout each of its values is."""
+
+    seconds: Seconds
+    layouts: Mapping[str, str]
+
+
 class StagePlanner:
     """Plans stages on one mesh, which is without the pipeline's axis, whose link joins them; what was solved once is known from
     then on.
@@ -111,11 +126,31 @@ class StagePlanner:
         self._known: dict[str, _Solved | BudgetError] = {}
         self._full: dict[str, list[_Solved]] = {}  # with more micro-batches in flight, where one alone did not suffice
         self._written: dict[Optimized, Plan] = {}  # the first plan that was written of a solution
+        self._uncut: dict[tuple[str, int], UncutPlan] = {}  # by the step, and by what it is to repeat
+        self._sent: Mapping[str, str] = {}
 
     @property
     def limit(self) -> Bytes:
         """What a rank may hold."""
         return parse_bytes(self.options.budget, self.mesh)
+
+    def uncut(self, step: TrainingStep, repeats: int) -> UncutPlan:
+        """The best plan of a whole step, on the mesh of a stage and in whatever memory."""
+        key = step.hash, repeats
+        if key not in self._uncut:
+            options = replace(self.options, budget=PLENTY)
+            analysis = analysed(repeated(StageSteps(step, (0,)).made(0, {}), repeats), self.mesh, options)
+            found = solved(analysis, self.mesh, options, settings=self.settings)
+            chosen = assignment(found.formulated, found.solution)
+            layouts = describe(step.program, chosen, analysis.fits, self.mesh.sizes)[1]
+            self._uncut[key] = UncutPlan(seconds=solution_time(found.memory_model, found.solution), layouts=layouts)
+        return self._uncut[key]
+
+    def sending(self, layouts: Mapping[str, str]) -> StagePlanner:
+        """The planner that has these values made in these layouts, and knows what this one does."""
+        found = copy.copy(self)
+        found._sent = layouts
+        return found
 
     def alone(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
         """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
@@ -146,15 +181,16 @@ class StagePlanner:
 
     def _planned(self, steps: StageSteps, cut: Cut, shares: Sequence[_Share], *, alone: bool = False) -> Iterator[StagePlan]:
         constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
-        wanted = _by_value(steps.step.program, self.options.constraints)
+        wanted = {**self._sent, **_by_value(steps.step.program, self.options.constraints)}
         readers = Counter(name for stage in steps.stages for name in _stored(stage.program))
         layouts: Mapping[str, Layout] = {}
         whole = ", ".join(["I"] * len(self.mesh.sizes))
         alike = {buffer.value.name: whole for buffer in steps.step.program.buffers if buffer.value.name in steps.hoisting}
+        repeats = cut.repeats if self.mesh.size > 1 else steps.step.microbatches  # one device has nothing to choose by it
         for place, share in enumerate(shares):
             # a W with none in flight holds no more than the I before it
             times = tuple(dict.fromkeys(now for now in moments(cut.schedule, place) if now.flights))
-            step = self._with(steps.made(place, layouts), times)
+            step = self._with(steps.made(place, layouts), times, repeats)
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
             asked = replace(self.options, constraints=of_stage)
@@ -198,7 +234,7 @@ class StagePlanner:
         full = options if share.bytes == self.limit else replace(options, budget=share.bytes)
         try:
             with suppress(BudgetError):
-                best = self._solved(self._with(step, ()), options)
+                best = self._solved(self._with(step, (), step.stage.repeats), options)
             if best is None:
                 return self._solved(step, full)
             fits = alone or best.memory.peak(step.stage.moments) <= share.bytes
@@ -216,19 +252,21 @@ class StagePlanner:
                 fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
             ) from None
 
-    def _with(self, step: TrainingStep, times: tuple[StageMoment, ...]) -> TrainingStep:
-        """A stage with the moments of a schedule, as it is solved."""
+    def _with(self, step: TrainingStep, times: tuple[StageMoment, ...], repeats: int) -> TrainingStep:
+        """A stage with the moments of a schedule and what it waits, as it is solved."""
         assert step.stage is not None, "it is a stage"
         flights = max((now.flights for now in times), default=1)
         hidden = max(1.0, step.microbatches / self.waiting) if self.waiting else 1.0
-        return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link.faster(hidden)))
+        ends = replace(step.stage, flights=flights, moments=times, repeats=repeats, link=self.link.faster(hidden))
+        return replace(step, stage=ends)
 
     def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: _Share) -> _Solved:
         """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than its
         `best` plan with one of them."""
         assert step.stage is not None, "it is a stage"
         least = step.microbatches * best.seconds.busy + best.seconds.once
-        known = self._full.setdefault(_signature(self._with(step, ()), replace(options, budget=None)), [])
+        alike = _signature(self._with(step, (), step.stage.repeats), replace(options, budget=None))
+        known = self._full.setdefault(alike, [])
         for made in known:
             own = step.microbatches * made.seconds.busy + made.seconds.once
             if made.memory.peak(step.stage.moments) <= share.bytes and own <= (1 + FLIGHTS_GAP) * least:
@@ -250,9 +288,14 @@ class StagePlanner:
         return known
 
     def _solve(self, step: TrainingStep, options: Options) -> _Solved:
+        """A stage solved as if it ran once more for each micro-batch for which ranks wait, and what it takes of a step."""
+        assert step.stage is not None, "it is a stage"
         analysis = analysed(step, self.mesh, options)
         without_rule(analysis, strict=options.strict)
-        found = replace(solved(analysis, self.mesh, options, settings=self.settings), loop=None)
+        waited = analysed(repeated(step, step.stage.repeats), self.mesh, options) if step.loop else analysis
+        found = replace(solved(waited, self.mesh, options, settings=self.settings), loop=None)
+        if waited is not analysis:
+            found = _as_run(found, analysis, options)
         chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness
         return _Solved(
             found=found,
@@ -261,6 +304,13 @@ class StagePlanner:
             stored=tuple(chosen.given[name] for name in _stored(step.program)),
             memory=liveness.stage_memory(chosen),
         )
+
+
+def _as_run(found: Optimized, analysis: Analysis, options: Options) -> Optimized:
+    """A solution for the micro-batches that there are; as far from its bound as it is for those that were priced."""
+    made = transferred(found, analysis, options)
+    own, solved = (solution_time(one.memory_model, one.solution) for one in (made, found))
+    return replace(made, solution=replace(made.solution, bound=made.solution.bound * own / solved if solved else 0.0))
 
 
 class StageBudgetError(BudgetError):
@@ -364,7 +414,7 @@ def _signature(step: TrainingStep, options: Options) -> str:
     lines += [number[output.value] for output in program.outputs]
     lines += [(number[name], shape) for name, shape in step.padding]
     loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)
-    held = ends.flights, sorted(map(repr, ends.moments))
+    held = ends.flights, sorted(map(repr, ends.moments)), ends.repeats
     asked = sorted((number[name], options.constraints[key]) for name in number if (key := escape(name)) in options.constraints)
     return digest(repr((lines, loop, ends.sends, ends.batch, held, asked, options.budget)))
 
