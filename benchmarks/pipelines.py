@@ -38,6 +38,7 @@ LLAMA70B = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+LLAMA8B = LLAMA70B | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,18 @@ CASES = {
                 "mesh": {"pp": 4, "dp": 32, "tp": 4}, "pipeline": "pp", "stages": LLAMA70B_STAGES, "schedule": "interleaved",
                 "microbatches": 16, "strategy": "megatron",
             },
+        },
+    ),
+    "llama8b": Case(
+        config="LlamaConfig",
+        arguments=LLAMA8B,
+        batch=(256, 8192),
+        mesh={"pp": 4, "node": 8, "gpu": 8},  # of which the stages have a given axis
+        plans={
+            "auto": {"pipeline": "pp"},
+            "1f1b": {"pipeline": "pp", "schedule": "1f1b", "microbatches": 8},
+            "zb-h1": {"pipeline": "pp", "schedule": "zb-h1", "microbatches": 8},
+            "zb-v": {"pipeline": "pp", "schedule": "zb-v", "stages": 8, "microbatches": 16},
         },
     ),
     "gpt13b": Case(
