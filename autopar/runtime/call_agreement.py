@@ -187,9 +187,13 @@ def different(aspect: Aspect, texts: Sequence[str]) -> InputError:
         other = [rank for rank, text in enumerate(texts) if text != texts[0]]
         what = f"the ranks were given different values for {aspect.name}"
         return InputError(what, ranks=f"{other} differ from rank 0", fix=fix)
+    return InputError(f"the calls of the ranks differ in {aspect.name}: {on_ranks(texts)}", fix=fix)
+
+
+def on_ranks(texts: Sequence[str]) -> str:
+    """What each rank has, by rank: "8 on ranks 0, 1; 4 on rank 2"."""
     ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
-    said = "; ".join(f"{text} on {_numbered(found)}" for text, found in ranks.items())
-    return InputError(f"the calls of the ranks differ in {aspect.name}: {said}", fix=fix)
+    return "; ".join(f"{text} on {_numbered(found)}" for text, found in ranks.items())
 
 
 def _numbered(ranks: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,6 +37,27 @@ def refused(wide: bool) -> str:
     return "nothing"
 
 
+class Scaled(nn.Module):
+    """A weight of a width, times a number."""
+
+    def __init__(self, width: int, number: float) -> None:
+        super().__init__()
+        self.weight, self.number = nn.Parameter(torch.ones(width)), number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum() * self.number
+
+
+def told(of_ranks: list[tuple[int, int, float]]) -> str:
+    """What a rank is told whose sample has another length, or whose weight another width, or number another value."""
+    length, width, number = of_ranks[dist.get_rank()]
+    try:
+        autopar.parallelize(Scaled(width, number), torch.ones(length, 8), (2,))
+    except PlanError as error:
+        return str(error)
+    return "nothing"
+
+
 def test_programs_in_another_order_are_told_from_other_programs(pool: WorkerPool) -> None:
     for said in pool.run(f"{__name__}:refused", False, ranks=2):
         assert isinstance(said, str)
@@ -49,3 +71,26 @@ def test_programs_in_another_order_are_told_from_other_programs(pool: WorkerPool
         assert isinstance(said, str)
         assert said.startswith("the ranks captured different programs\n")
         assert "fix     build the same model" in said
+
+
+def test_samples_of_other_shapes_are_named_with_what_each_rank_gave(pool: WorkerPool) -> None:
+    for said in pool.run(f"{__name__}:told", [(4, 8, 0.5), (6, 8, 0.5)], ranks=2):
+        assert isinstance(said, str)
+        assert said.startswith("the samples of the ranks differ in x: float32[4, 8] on rank 0; float32[6, 8] on rank 1\n")
+        assert "fix  give every rank the same sample" in said
+
+
+@pytest.mark.parametrize(
+    "second, where",
+    [
+        ((4, 1, 0.5), "rank 1  weight: float32[1] grad"),
+        ((4, 8, 0.25), "rank 1  :mul#1: float32[] grad = aten.mul.Tensor(%:sum#0, 0.25)"),
+    ],
+)
+def test_weights_of_other_shapes_and_other_numbers_are_not_another_order(
+    pool: WorkerPool, second: tuple[int, int, float], where: str
+) -> None:
+    for said in pool.run(f"{__name__}:told", [(4, 8, 0.5), second], ranks=2):
+        assert isinstance(said, str)
+        assert said.startswith("the ranks captured different programs\n")
+        assert where in said
