@@ -14,6 +14,9 @@ from torch import fx, nn
 from torch.fx.graph import PythonCode
 
 from autopar.errors import InputError
+from autopar.passes.precision import DTYPES, MIXED
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keeps a module's content
 
@@ -26,6 +29,11 @@ class Submodule(nn.Module):
             "a submodule of a parallel module cannot be called: only the whole was planned",
             fix="make the submodule parallel by itself, or return from the model's forward what you need of it",
         )
+
+    def _apply(self, fn: Change, recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and the like do to every tensor, unless it is a cast."""
+        _refuse_cast(self, fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class GraphModule(fx.GraphModule):
@@ -52,6 +60,11 @@ class GraphModule(fx.GraphModule):
             root._buffers[leaf] = tensor
             if not persistent:
                 root._non_persistent_buffers_set.add(leaf)
+
+    def _apply(self, fn: Change, recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and the like do to every tensor, unless it is a cast."""
+        _refuse_cast(self, fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""
@@ -91,6 +104,19 @@ class GraphModule(fx.GraphModule):
         own.emitted = own.forward
         del own.forward
         return code
+
+
+def _refuse_cast(module: nn.Module, change: Change) -> None:
+    """Raise InputError if a function of tensors changes the dtype of what a module holds, which is still as it was."""
+    held = dict.fromkeys((tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers()))
+    for dtype, device in held:
+        to = change(torch.empty(0, dtype=dtype, device=device)).dtype
+        if to != dtype:
+            named = " or ".join(f'"{name}"' for name, found in (DTYPES | MIXED).items() if found == to)
+            raise InputError(
+                f"a parallel module cannot be cast: its plan computes with weights and buffers of {dtype}, not {to}",
+                fix=f"{f'parallelize(..., precision={named}), or ' if named else ''}cast the model before it is made parallel",
+            )
 
 
 __all__ = ["HELD", "GraphModule"]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import autopar
 from autopar import AutoparError, Plan
@@ -459,3 +460,29 @@ def test_options_beside_a_plan_that_was_made_with_them_and_auto_are_taken() -> N
     made = plan((1,), strategy="ddp", optimizer="sgd", budget="10GB")
     for options in ({"strategy": "ddp", "optimizer": "sgd", "budget": "10GB"}, {"microbatches": 1, "strategy": "auto"}):
         assert single(plan=made, **options)(X).shape == X.shape
+
+
+CASTS: dict[str, tuple[Callable[[nn.Module], object], str, str]] = {
+    "half": (lambda m: m.half(), "torch.float16", 'precision="fp16" or "fp16-mixed"'),
+    "to": (lambda m: m.to(torch.bfloat16), "torch.bfloat16", 'precision="bf16" or "bf16-mixed"'),
+    "double": (lambda m: m.double(), "torch.float64", "cast the model before"),
+    "a part": (lambda m: m.get_submodule("0").half(), "torch.float16", 'precision="fp16"'),
+    "from outside": (lambda m: nn.Sequential(m).half(), "torch.float16", 'precision="fp16"'),
+}
+
+
+@pytest.mark.parametrize("cast, to, fix", CASTS.values(), ids=CASTS)
+def test_a_parallel_module_cannot_be_cast_and_stays_as_it_is(cast: Callable[[nn.Module], object], to: str, fix: str) -> None:
+    parallel = single()
+    first = f"a parallel module cannot be cast: its plan computes with weights and buffers of torch.float32, not {to}"
+    check(lambda: cast(parallel), InputError, first, fix)
+    assert {parameter.dtype for parameter in parallel.parameters()} == {torch.float32}
+
+
+def test_moves_that_cast_nothing_are_as_those_of_any_module() -> None:
+    parallel, expected = single(), model()(X)
+    parallel.load_state_dict(model().state_dict())
+    average = AveragedModel(parallel)
+    for made in (parallel, average, average.module):
+        made.to("cpu").float().to(memory_format=torch.channels_last).to("cpu", torch.float32).eval().requires_grad_()
+        torch.testing.assert_close(made(X), expected)
