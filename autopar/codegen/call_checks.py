@@ -73,12 +73,18 @@ def _check_hooks(module: ParallelModule) -> None:
 def _check_filled(module: ParallelModule) -> None:
     held = (*module.named_parameters(), *module.named_buffers())
     if empty := [name for name, tensor in held if tensor.is_meta]:
-        more = f" and {len(empty) - 1} more are" if len(empty) > 1 else " is"
-        raise InputError(
-            f"{empty[0]}{more} on the meta device and has no data",
-            names=", ".join(empty[:8]) + (", ..." if len(empty) > 8 else ""),
-            fix="load a checkpoint into the parallel module, or call autopar.initialize(parallel, model)",
-        )
+        raise on_meta(empty, "without values")
+
+
+def on_meta(names: Sequence[str], so: str) -> InputError:
+    """The error of tensors on meta, and what follows from that."""
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    return InputError(
+        f"{names[0]}{more} on the meta device, {so}",
+        names=", ".join(names[:8]) + (", ..." if len(names) > 8 else ""),
+        fix="load_state_dict(..., assign=True) (of what dcp.load has read, too), load_pretrained, or "
+        "autopar.initialize(parallel, model); the optimizer is made afterwards",
+    )
 
 
 def aspects_of(module: ParallelModule, kind: str, inputs: Mapping[str, torch.Tensor]) -> list[Aspect]:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar.capture.returned import ReturnSpec
-from autopar.codegen.call_checks import aspects_of, check_call, check_gradients
+from autopar.codegen.call_checks import aspects_of, check_call, check_gradients, on_meta
 from autopar.codegen.compiled import Untraced, around, compiling, eager, inductor_options, recomputes, shared_weights, traceable
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.module_state import ModuleState
@@ -31,7 +31,8 @@ from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.profiler_ranges import profiling
 from autopar.runtime.rematerialize.policy import recomputing
-from autopar.runtime.storage import full_tensor, given_like, to_dtensor, to_local
+from autopar.runtime.storage import full_tensor, given_like, to_dtensor, to_local, with_dtype
+from autopar.runtime.streamed_load import fill
 
 
 class ParallelModule(GraphModule):
@@ -171,10 +172,25 @@ class ParallelModule(GraphModule):
         return BatchSampler(self.autopar.inputs, dataset, shuffle=shuffle, seed=seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        """Load whole tensors, of which each rank takes its part, or DTensors; like that of every module."""
+        """Load whole tensors, of which each rank takes its part, or DTensors; like that of every module.
+
+        Args:
+            state_dict: by name; other names, and what is missing, are as for every module.
+            strict: as for every module.
+            assign: replace parameters by what is given, in the dtype of the plan, and those on meta where the plan stores them.
+
+        Raises:
+            InputError: without `assign`, a tensor is on meta, where nothing can be loaded.
+        """
         stored = self.state_dict(keep_vars=True)
-        given = {name: given_like(held, stored[name]) if name in stored else held for name, held in state_dict.items()}
-        loaded: _IncompatibleKeys = super().load_state_dict(given, strict, assign)
+        known = {name: held for name, held in state_dict.items() if name in stored and _alike(held, stored[name])}
+        empty = {name: held for name, held in known.items() if stored[name].is_meta and not held.is_meta}
+        if empty and not assign:
+            raise on_meta([*empty], "into which load_state_dict copies nothing")
+        given = {name: given_like(held, stored[name]) for name, held in known.items() if name not in empty} | fill(self, empty)
+        if assign:
+            given = {name: with_dtype(held, stored[name].dtype) for name, held in given.items()}
+        loaded: _IncompatibleKeys = super().load_state_dict({**state_dict, **given}, strict, assign)
         return loaded
 
     def prewarm(self, **sizes: Sequence[int] | int) -> None:
@@ -381,6 +397,11 @@ class ParallelModule(GraphModule):
         """Whether another module still has this one's parameters, which the user may have replaced."""
         own = dict(self.named_parameters())
         return all(own[name] is held for name, held in other.named_parameters())
+
+
+def _alike(given: object, stored: torch.Tensor) -> bool:
+    """Whether what was given for a stored tensor is a tensor of its shape."""
+    return isinstance(given, torch.Tensor) and given.shape == stored.shape
 
 
 @eager

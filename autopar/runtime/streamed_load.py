@@ -7,7 +7,7 @@ dim are this rank's. Nothing is sent.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from autopar.ir.layout import I, Shape, shard, split
 from autopar.runtime.disk import on_disk, seal
 from autopar.runtime.host_memory import moved
 from autopar.runtime.initialize import Parallel, install
-from autopar.runtime.storage import layout_of, stored_like
+from autopar.runtime.storage import layout_of, local_part_like, stored_like, to_local
 
 
 class TensorReader(Protocol):
@@ -45,22 +45,51 @@ def load(parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]) 
     loaded, for tensors that the checkpoint lacks or has in another shape.
     """
     assert isinstance(parallel, Parallel)
-    found = _found(parallel, reader, aliases)
-    for (stored, names), source in found:
-        layout = layout_of(stored) if isinstance(stored, DTensor) else None
-        part = stored.to_local() if isinstance(stored, DTensor) else stored
-        new = torch.empty_like(part, device=parallel.autopar.context.device) if part.is_meta else part.detach()
-        if part.is_meta and (home := parallel.autopar.place(names[0])) != I:
-            new, layout = moved(new, home, parallel.autopar.context.disk), layout and (*layout[:-1], home)
+    for (stored, names), source in _found(parallel, reader, aliases):
+        held = stored
+        if stored.is_meta:
+            part = torch.empty_like(to_local(stored).detach(), device=parallel.autopar.context.device)
+            held = _replaced(parallel, stored, names, part)
+        part = to_local(held).detach()
         with torch.no_grad():
-            for here, there in ranges(stored):
-                new[here].copy_(reader.read(source, there))
-        if on_disk(new):
-            seal(new)
-        if part.is_meta:
-            filled = stored_like(stored, new, layout, parallel.autopar.storage)
-            for name in names:
-                install(parallel, name, filled)
+            for here, there in ranges(held):
+                part[here].copy_(reader.read(source, there))
+        if on_disk(part):
+            seal(part)
+
+
+def fill(parallel: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Replace tensors of a parallel module that are on meta by given values, under all their names; returns what it stores.
+
+    What is given is whole, of which this rank takes its part, or a DTensor; it is cast to the dtype of the plan, and copied
+    only where it has to be.
+    """
+    assert isinstance(parallel, Parallel)
+    filled: dict[str, torch.Tensor] = {}
+    for stored, names in _groups(parallel):
+        if known := [name for name in names if name in given]:
+            value = given[known[0]].detach()
+            if isinstance(value, DTensor) and isinstance(stored, DTensor):
+                part = value.redistribute(stored.device_mesh, stored.placements).to_local()
+            else:
+                part = local_part_like(value, stored)
+            part = part.to(parallel.autopar.context.device, stored.dtype).contiguous()
+            if part.untyped_storage().nbytes() != part.nbytes:  # the whole would stay in memory
+                part = part.clone()
+            filled |= dict.fromkeys(known, _replaced(parallel, stored, names, part))
+    return filled
+
+
+def _replaced(parallel: Parallel, stored: torch.Tensor, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
+    """The stored tensor that has this part, where the plan stores it, in the place of one on meta under all its names."""
+    layout, home = layout_of(stored) if isinstance(stored, DTensor) else None, parallel.autopar.place(names[0])
+    if home != I:
+        part, layout = moved(part, home, parallel.autopar.context.disk), layout and (*layout[:-1], home)
+    made = stored_like(stored, part, layout, parallel.autopar.storage)
+    assert isinstance(parallel, nn.Module)
+    for name in names:
+        install(parallel, name, made)
+    return made
 
 
 def ranges(stored: torch.Tensor) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -99,17 +128,22 @@ def _lengths(runs: list[slice]) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
 
+def _groups(parallel: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    """The parameters and buffers of a module, each with all its names."""
+    named = (*parallel.named_parameters(remove_duplicate=False), *parallel.named_buffers(remove_duplicate=False))
+    groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [*groups.values()]
+
+
 def _found(
     parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]
 ) -> list[tuple[tuple[torch.Tensor, list[str]], str]]:
     """The tensors that a state dict has, each with all its names, and its name in the checkpoint."""
     saved = set(parallel.state_dict())
-    named = (*parallel.named_parameters(remove_duplicate=False), *parallel.named_buffers(remove_duplicate=False))
-    groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in named:
-        groups.setdefault(id(tensor), (tensor, []))[1].append(name)
     there, found, missing = set(reader.names()), [], []
-    for tensor, names in groups.values():
+    for tensor, names in _groups(parallel):
         persistent = [name for name in names if name in saved]
         source = next((one for name in persistent for one in (name, aliases.get(name)) if one in there), None)
         if source is not None:
@@ -131,4 +165,4 @@ def _found(
     return found
 
 
-__all__ = ["TensorReader", "load", "ranges"]
+__all__ = ["TensorReader", "fill", "load", "ranges"]

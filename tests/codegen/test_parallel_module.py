@@ -288,6 +288,16 @@ def from_meta(_: None) -> None:
     empty.load_state_dict(distributed(empty, expected), assign=True)
     torch.testing.assert_close(called(empty.eval(), sample), called(expected, sample).detach(), atol=1e-5, rtol=1e-5)
 
+    given = {name: tensor.double() for name, tensor in expected.state_dict().items()}
+    for strategy in ("fsdp", "ddp"):
+        filled = parallel_of(model.train(), sample, strategy=strategy)
+        with pytest.raises(InputError, match="into which load_state_dict copies nothing") as refusal:
+            filled.load_state_dict(given)
+        assert "assign=True" in refusal.value.details["fix"]
+        assert str(filled.load_state_dict(given, assign=True)) == "<All keys matched successfully>"
+        assert filled.get_parameter("lm_head.weight") is filled.get_parameter("transformer.wte.weight")
+        torch.testing.assert_close(called(filled.eval(), sample), called(expected, sample).detach(), atol=1e-5, rtol=1e-5)
+
 
 def distributed(parallel: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's state dict, laid out as the parallel module's."""

@@ -185,6 +185,16 @@ def test_a_damaged_file_is_an_error_and_what_is_written_on_purpose_is_not() -> N
     assert parallel(batch) == model(batch)
 
 
+def test_what_is_loaded_into_a_model_on_meta_lies_where_the_plan_stores_it() -> None:
+    model, batch, planned = small()
+    with torch.device("meta"):
+        hollow = Products()
+    parallel = autopar.parallelize(hollow, batch, plan=planned.autopar.plan)
+    parallel.load_state_dict(model.state_dict(), assign=True)
+    assert [on_disk(parameter) for parameter in parallel.parameters()] == [on_disk(one) for one in planned.parameters()]
+    assert parallel(batch) == model(batch)
+
+
 def test_a_disk_that_fills_up_is_an_error_after_which_the_step_can_be_taken_again() -> None:
     model, batch, parallel = small()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
