@@ -124,8 +124,7 @@ class _Cutter:
             if op is self.program.op[op.name] and (shared := self._shared(op)):
                 self._op(shared)
                 return
-            why = "mixes the samples of the batch" if self.fits[op.name] else "has no rule that says what becomes of the batch"
-            self._refuse(f"{op.target} {why}", op)
+            self._refuse_mixing(op)
         self._emit(op, chosen)
         self.states |= {result.name: _state(layout[0]) for result, layout in zip(op.results, chosen.results, strict=True)}
 
@@ -155,9 +154,30 @@ class _Cutter:
         able = fitted is not None and not (fitted.random or op.requires_grad or writes(op))
         return able and self.hoistable.issuperset(op.operands)
 
-    def _refuse(self, why: str, op: Op) -> None:
+    def _refuse_mixing(self, op: Op) -> None:
+        """Refuse an op that can be run in none of its ways, with what it reads of the samples: the sum over them, if any."""
+        fitted, reads = self.fits[op.name], [name for name in op.operands if self.states.get(name, I) != I]
+        summed = next((self._sum(name) for name in reads if self.states[name] == P), None)
+        if fitted and summed:
+            why = f"what {summed.target} adds up over the samples of the batch is needed whole, by {op.target}"
+            fix = "microbatches=1, or a model without that sum (a router's load-balancing loss, say)"
+            apart = {"summed at": summed.source} if summed.source != op.source else {}
+            self._refuse(why, op, fix, value=summed.results[0], **apart)
+        why = "mixes the samples of the batch" if fitted else "has no rule that says what becomes of the batch"
+        value = next((self.program.values[name] for name in reads), None)
+        self._refuse(f"{op.target} {why}", op, value=value)
+
+    def _sum(self, name: str) -> Op:
+        """The op that has added up the samples, of a value that has addends in the runs."""
+        earlier: str | None = name
+        while earlier:
+            op = self.program.producer[earlier]
+            earlier = next((name for name in op.operands if self.states.get(name) == P), None)
+        return op
+
+    def _refuse(self, why: str, op: Op, fix: str = "microbatches=1, or treat every sample by itself", **where: object) -> None:
         what = f"a step cannot run in {self.runs} micro-batches: {why}"
-        raise ConstraintError(what, op=op.name, at=op.source, fix="microbatches=1, or treat every sample by itself")
+        raise ConstraintError(what, op=op.name, module=op.module or "the model itself", **where, at=op.source, fix=fix)
 
     def _effort_of(self, op: Op, way: Candidate) -> float:
         """What it takes to run an op so; not the whole of it in every run where there is a part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -157,7 +158,7 @@ class Normed(nn.Module):
 MIXED: dict[str, tuple[Function, str]] = {
     "contrastive": (lambda x, w: F.cross_entropy(x @ x.T, torch.arange(8)), "aten.matmul.default mixes the samples"),
     "of a norm": (lambda x, w: (x @ w.T).norm(), "mixes the samples of the batch"),
-    "of a ratio": (lambda x, w: (x @ w.T).sum() / x.exp().sum(), "aten.div.Tensor mixes the samples"),
+    "of a ratio": (lambda x, w: (x @ w.T).sum() / x.exp().sum(), "aten.sum.default adds up .* by aten.div.Tensor"),
     "the greatest": (lambda x, w: (x @ w.T).max(), "mixes the samples of the batch"),
     "shuffled": (lambda x, w: (x.flip(0) * x).sum(), "mixes the samples of the batch"),
     "no loss": (lambda x, w: x @ w.T, "the model returns no loss"),
@@ -177,6 +178,33 @@ def test_batch_norm_is_refused_in_training_and_not_in_evaluation() -> None:
         microbatches(read_program(model, torch.randn(8, 6)).program, 2)
     assert "test_microbatches.py" in caught.value.details["at"]
     assert microbatches(read_program(model.eval(), torch.randn(8, 6)).program, 2).microbatches == 2
+
+
+class Routed(nn.Module):
+    """A router beside a loss: the share of the samples that each of four experts gets, times the mean of its probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probability = self.gate(x).softmax(-1)
+        total = F.one_hot(probability.argmax(-1), 4).sum(0) + 0
+        balance = total.to(x.dtype) * probability.mean(0)
+        return probability.square().sum() + balance.sum()
+
+
+def test_the_loss_of_a_router_is_refused_by_its_sum_over_the_samples() -> None:
+    with pytest.raises(ConstraintError) as caught:
+        microbatches(read_program(Routed(), torch.randn(8, 6)).program, 2)
+    refused, (_, first) = caught.value, inspect.getsourcelines(Routed.forward)
+    why = "what aten.sum.dim_IntList adds up over the samples of the batch is needed whole, by aten.to.dtype"
+    assert refused.what == f"a step cannot run in 2 micro-batches: {why}"
+    assert refused.details["value"] == ":sum#0: int64[4]"
+    assert refused.details["module"] == "the model itself"
+    assert f"test_microbatches.py:{first + 2} in forward" in refused.details["summed at"]
+    assert f"test_microbatches.py:{first + 3} in forward" in refused.details["at"]
+    assert refused.details["fix"].startswith("microbatches=1, or a model without that sum")
 
 
 def test_the_batch_must_have_equal_parts() -> None:
