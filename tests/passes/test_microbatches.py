@@ -77,6 +77,9 @@ LOSSES: dict[str, tuple[Function, ...]] = {
     "with a penalty": (lambda x, w: (x @ w.T).square().mean() + 0.1 * w.square().sum(),),
     "one minus a mean": (lambda x, w: 1 - (x @ w.T).tanh().mean(),),
     "plus and minus numbers": (lambda x, w: torch.rsub((x @ w.T).mean() - 0.5, 3, alpha=2) + 0.25,),
+    # In two runs a share of the first number is the second one, which is still to be shared.
+    "plus falling numbers": (lambda x, w: torch.stack([(x @ w.T).mean() + 2.0**-k for k in range(4)]).sum(),),
+    "plus rising numbers": (lambda x, w: torch.stack([(x @ w.T).mean() + 2.0**k for k in range(4)]).sum(),),
     "times a number": (lambda x, w: 2 * ((x @ w.T).mean(0) + 1).sum(),),
     "with noise of its own": (lambda x, w: (x @ w.T + torch.ones(8, 5, dtype=x.dtype)).square().mean(),),
     "with rows that are made": (lambda x, w: (torch.cat([w[:1].expand(8, -1), x], 1) @ torch.cat([w, w], 1).T).tanh().sum(),),

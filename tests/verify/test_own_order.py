@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ConstraintError, PlanError
+from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -197,6 +198,36 @@ def test_what_depends_on_the_rows_of_other_micro_batches_is_refused(routed: Rout
     program = read_program(Experts(routed), torch.randn(16, WIDTH)).program
     with pytest.raises(ConstraintError, match=r"(mixes|adds up over) the samples of the batch"):
         microbatches(program, 2)
+
+
+class Several(Experts):
+    """Several ways through the same experts, whose operators are the same up to what they read."""
+
+    def __init__(self, *ways: Routed) -> None:
+        super().__init__(ways[0])
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, ids = self.gate(x).softmax(-1).topk(TWO)
+        found = [way(self, x, shares.flatten(), ids.flatten()).square().sum() for way in self.ways]
+        return torch.stack(found).sum()
+
+
+def taken_back(self: Experts, x: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
+    """Rows in their old order, as those of several wrong ways."""
+    keys, order = ids.sort()
+    return self.products(x[order // TWO], ends_of(keys), keys)[order.argsort()]
+
+
+@pytest.mark.parametrize("routed", [shifted, other_ends])
+def test_what_is_refused_alone_is_refused_beside_equal_operators_that_run(routed: Routed) -> None:
+    def made(*ways: Routed) -> TrainingStep:
+        return microbatches(read_program(Several(*ways), torch.randn(16, WIDTH)).program, 2)
+
+    assert made(sorted_twice, taken_back, sorted_twice).microbatches == 2
+    for ways in ((sorted_twice, taken_back, routed), (routed, taken_back, sorted_twice)):
+        with pytest.raises(ConstraintError, match=r"(mixes|adds up over) the samples of the batch"):
+            made(*ways)
 
 
 ROWS = "model.layers.0.mlp.experts:mul#1"
