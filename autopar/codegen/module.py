@@ -208,9 +208,13 @@ class ParallelModule(GraphModule):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the norm before.
 
-        Like `torch.nn.utils.clip_grad_norm_`, and over all stages of a pipeline. Raises RuntimeError for a norm that is not
-        finite, if asked to.
+        Like `torch.nn.utils.clip_grad_norm_`, and over all stages of a pipeline.
+
+        Raises:
+            InputError: other ranks make another call, which would wait for this one, and this one for them.
+            RuntimeError: the norm is not finite, if asked to.
         """
+        self.autopar.agreement.same("clip_grad_norm_")
         norm = self._gradient_norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the gradients have a norm of {float(norm)} (norm_type={norm_type}), and cannot be clipped")

@@ -96,14 +96,7 @@ class CallAgreement:
             if refused:
                 raise refused
             return
-        described = (*aspects, *self._values(inputs))
-        common = [aspect for aspect in described if aspect.kind != PART]
-        parts = {aspect.name: aspect for aspect in described if aspect.kind == PART}
-        told = [(common, _first_line(refused)), *map(parts.get, self.owners)]
-        mine = torch.frombuffer(bytearray(b"".join(map(_number, told))), dtype=torch.int64)
-        found = torch.empty(self.context.mesh.size, len(told), dtype=torch.int64)
-        work = dist.all_gather([*found.unbind()], mine, group=self.context.control, async_op=True)
-        self._sent = _Sent(described=described, refused=refused, undo=undo, digests=found, work=work)
+        self._send((*aspects, *self._values(inputs)), refused, undo)
         steady = [aspect for aspect in aspects if aspect.kind != "random"]  # whose count goes on with every call
         on_cpu = self.context.device.type == "cpu"
         alone = self._last != steady or (on_cpu and not self.eager)
@@ -112,6 +105,27 @@ class CallAgreement:
             awaited.set(self)
         if alone:
             self.settle()
+
+    def same(self, call: str) -> None:
+        """Wait until every rank makes this call, which runs nothing of the model, and to which the next one is not compared.
+
+        Raises InputError on every rank if another one makes another call, as a forward.
+        """
+        if self.context.control is not None:
+            self._send([Aspect(kind="call", name="what is called", text=call)])
+            self.settle()
+
+    def _send(
+        self, described: Sequence[Aspect], refused: Exception | None = None, undo: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin to gather the digests of a call."""
+        common = [aspect for aspect in described if aspect.kind != PART]
+        parts = {aspect.name: aspect for aspect in described if aspect.kind == PART}
+        told = [(common, _first_line(refused)), *map(parts.get, self.owners)]
+        mine = torch.frombuffer(bytearray(b"".join(map(_number, told))), dtype=torch.int64)
+        found = torch.empty(self.context.mesh.size, len(told), dtype=torch.int64)
+        work = dist.all_gather([*found.unbind()], mine, group=self.context.control, async_op=True)
+        self._sent = _Sent(described=described, refused=refused, undo=undo, digests=found, work=work)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def settle(self) -> None:

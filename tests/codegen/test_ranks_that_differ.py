@@ -97,6 +97,13 @@ def evaluation_on_one(parallel: fx.GraphModule, x: torch.Tensor) -> None:
     parallel(x)
 
 
+def clipped_on_one(parallel: fx.GraphModule, x: torch.Tensor) -> None:
+    parallel(x).backward()
+    if dist.get_rank() == 1:
+        parallel.clip_grad_norm_(1.0)
+    parallel(x)
+
+
 CASES: dict[str, tuple[Callable[[fx.GraphModule, torch.Tensor], None], str]] = {
     "mode": (other_mode, r"differ in mode: train\(\) on ranks 0, 2; eval\(\) on rank 1"),
     "mode of the first call": (other_mode_at_first, r"differ in mode: train\(\) on ranks 0, 2; eval\(\) on rank 1"),
@@ -105,6 +112,7 @@ CASES: dict[str, tuple[Callable[[fx.GraphModule, torch.Tensor], None], str]] = {
     "size": (other_size, r"differ in the size of x: \(12, 8\) on ranks 0, 2; \(6, 8\) on rank 1"),
     "batch": (other_batch, r"different values for x\n  ranks  \[1, 2\] differ from rank 0"),
     "step": (other_call, "differ in what is called: a step on ranks 0, 2; a forward on rank 1"),
+    "clipping": (clipped_on_one, "differ in what is called: a forward on ranks 0, 2; clip_grad_norm_ on rank 1"),
     "random": (other_random_state, r"differ in random state: call 0 of seed \d+ on ranks 0, 2; call 7 of seed 5 on rank 1"),
     "refusal": (refused_on_one, "the call was refused on rank 1: |argument x has"),
     "evaluation": (evaluation_on_one, r"differ in mode: train\(\) on ranks 0, 2; eval\(\) on rank 1"),
