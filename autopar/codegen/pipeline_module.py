@@ -118,7 +118,6 @@ class PipelineModule(ParallelModule):
         with self.stages.rank.failures.watched():
             serving, tensors = self._begun("a call", args, kwargs)
             if not torch.is_grad_enabled():
-                self.autopar.agreement.settle()
                 serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
                 return self.autopar.signature.rebuild(serving.joined(found))
 
@@ -239,9 +238,10 @@ class PipelineModule(ParallelModule):
         self, kind: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[PipelineModule, Sequence[torch.Tensor]]:
         """The stages that serve a call, and its checked inputs, after the ranks have compared theirs."""
-
-        after, self.differentiated = " after loss.backward()" if self.differentiated else "", False
+        after = " after loss.backward()" if self.differentiated else ""
         serving, tensors = self._agreed(kind + after, lambda: self._bound(args, kwargs))
+        self.autopar.agreement.settle()
+        self.differentiated = False
         assert isinstance(serving, PipelineModule), "stages are served by stages"
         if self.compiler and serving.compiler is not self.compiler:
             serving._compile_stages(self.compiler)

@@ -138,6 +138,21 @@ def test_every_rank_says_which_ranks_differ_and_in_what(pool: WorkerPool, name: 
     assert max(pool.run(f"{__name__}:refused", name, ranks=3, keep=True)) < LIMIT  # type: ignore[type-var, operator]
 
 
+def refused_in_stages(_: None) -> None:
+    """Clip on one rank, of two stages, after a backward; then go on."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 8)
+    parallel = autopar.parallelize(Net(), x, {"pp": 2}, pipeline="pp", microbatches=2, device="h100")
+    parallel(x).backward()
+    with pytest.raises(InputError, match=r"differ in what is called: a call after .*; clip_grad_norm_ on rank 1"):
+        parallel.clip_grad_norm_(1.0) if dist.get_rank() else parallel(x)
+    parallel(x).backward()
+
+
+def test_stages_go_on_after_a_call_that_was_refused(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:refused_in_stages", ranks=2)
+
+
 class Cut(Net):
     """A loss of as many rows as an input says."""
 
