@@ -51,8 +51,8 @@ class StageEnds:
     value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
     `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would; `flights`
     the most micro-batches that the schedule has between their forward and their backward here, which all hold what is kept.
-    They are the most of the schedule's `moments`, of which some with backwards in halves hold more. Where the
-    stage is priced, what is sent goes over the `link`, and a micro-batch counts for so many that all of them are `repeats`.
+    They are the most of the schedule's `moments`, of which some with backwards in halves hold more. Where the stage is priced,
+    what is sent goes over the `link`, and the micro-batches count as so many as `repeats` says.
     """
 
     received: tuple[tuple[str, Layout], ...]

@@ -228,13 +228,13 @@ class PipelineTrials(ABC):
         cut, planner, stages = made.cut, over.planner, made.stage_seconds
         if asked.strategy != AUTO or planner.mesh.size == 1:
             return None
-        whole = planner.uncut(made.steps.step, cut.repeats)
-        share = whole.seconds / sum(cut.repeats * one.busy + one.once for one in stages)
-        if share >= 1 - WORTH or share * made.seconds >= self.seconds:
-            return None
-        sent = {crossing.value: whole.layouts[crossing.value] for crossing in made.crossings}
-        by = replace(over, planner=planner.sending(sent))
         try:
+            whole = planner.uncut(made.steps.step, cut.repeats)
+            share = whole.seconds / sum(cut.repeats * one.busy + one.once for one in stages)
+            if share >= 1 - WORTH or share * made.seconds >= self.seconds:
+                return None
+            sent = {crossing.value: whole.layouts[crossing.value] for crossing in made.crossings}
+            by = replace(over, planner=planner.sending(sent))
             found = staged(made.steps, over.mesh, over.axis, cut, by.planner, self.seconds)
         except AutoparError as error:
             self.refused.append(error)
