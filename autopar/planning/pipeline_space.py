@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import AHEAD, DEFERRED
-from autopar.plan.options import AUTO, PLENTY, Options
+from autopar.plan.options import AUTO, Options
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.schedule_file import is_file, read_schedule
 from autopar.planning.stage_plans import StagePlanner
@@ -46,9 +46,8 @@ class PipelineAxis:
         spatial = without_axis(mesh, axis)
         if options.pipeline == AUTO:
             options = replace(options, constraints=_on(spatial, mesh, options.constraints))
-        link, plenty = mesh.links[mesh.axes.index(axis)], replace(options, budget=PLENTY)
-        planner, beyond = (StagePlanner(spatial, link, asked, settings) for asked in (options, plenty))
-        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=planner, beyond=beyond)
+        planner = StagePlanner(spatial, mesh.links[mesh.axes.index(axis)], options, settings)
+        return PipelineAxis(mesh=mesh, axis=axis, options=options, planner=planner, beyond=planner.beyond())
 
     @functools.cached_property
     def hiding(self) -> PipelineAxis:

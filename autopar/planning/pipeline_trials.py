@@ -231,9 +231,10 @@ class PipelineTrials(ABC):
         try:
             whole = planner.uncut(made.steps.step, cut.repeats)
             share = whole.seconds / sum(cut.repeats * one.busy + one.once for one in stages)
-            if share >= 1 - WORTH or share * made.seconds >= self.seconds:
-                return None
             sent = {crossing.value: whole.layouts[crossing.value] for crossing in made.crossings}
+            alike = all(sent[crossing.value] == crossing.layout for crossing in made.crossings)
+            if alike or share >= 1 - WORTH or share * made.seconds >= self.seconds:
+                return None
             by = replace(over, planner=planner.sending(sent))
             found = staged(made.steps, over.mesh, over.axis, cut, by.planner, self.seconds)
         except AutoparError as error:

@@ -64,13 +64,15 @@ NO_FLOORS: Mapping[int, Bytes] = {}
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Solved:
-    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory."""
+    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, its memory, and the most
+    bytes that are `held` of it."""
 
     found: Optimized
     seconds: StageSeconds
     outputs: tuple[Layout, ...]
     stored: tuple[Layout, ...]
     memory: StageMemory
+    held: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,12 @@ class StagePlanner:
             layouts = describe(step.program, chosen, analysis.fits, self.mesh.sizes)[1]
             self._uncut[key] = UncutPlan(seconds=solution_time(found.memory_model, found.solution), layouts=layouts)
         return self._uncut[key]
+
+    def beyond(self) -> StagePlanner:
+        """The planner that has plenty of memory, and shares what is known."""
+        found = copy.copy(self)
+        found.options = replace(self.options, budget=PLENTY)
+        return found
 
     def sending(self, layouts: Mapping[str, str]) -> StagePlanner:
         """The planner that has these values made in these layouts, and knows what this one does."""
@@ -278,8 +286,10 @@ class StagePlanner:
         """A stage solved as it is, or as one like it was."""
         key = _signature(step, options)
         if key not in self._known:
+            cheapest = self._known.get(_signature(step, replace(options, budget=PLENTY)))
             try:
-                self._known[key] = self._solve(step, options)
+                fits = isinstance(cheapest, _Solved) and cheapest.held <= parse_bytes(options.budget, self.mesh)
+                self._known[key] = cheapest if fits and cheapest else self._solve(step, options)
             except BudgetError as error:
                 self._known[key] = error
         known = self._known[key]
@@ -303,14 +313,16 @@ class StagePlanner:
             outputs=tuple(chosen.outputs[output.path] for output in step.program.outputs),
             stored=tuple(chosen.given[name] for name in _stored(step.program)),
             memory=liveness.stage_memory(chosen),
+            held=math.ceil(liveness.walk(chosen).max()),
         )
 
 
 def _as_run(found: Optimized, analysis: Analysis, options: Options) -> Optimized:
     """A solution for the micro-batches that there are; as far from its bound as it is for those that were priced."""
-    made = transferred(found, analysis, options)
-    own, solved = (solution_time(one.memory_model, one.solution) for one in (made, found))
-    return replace(made, solution=replace(made.solution, bound=made.solution.bound * own / solved if solved else 0.0))
+    made, known = transferred(found, analysis, options), found.solution
+    seconds = solution_time(made.memory_model, made.solution)
+    bound = known.bound * seconds / known.seconds if known.seconds else 0.0
+    return replace(made, solution=replace(known, seconds=seconds, bound=bound))
 
 
 class StageBudgetError(BudgetError):

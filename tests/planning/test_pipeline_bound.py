@@ -213,3 +213,28 @@ def test_stages_are_left_out_where_one_is_too_slow_beside_the_best_plans_of_the_
     with pytest.raises(SlowerStagesError):
         found(1.001 * plenty.seconds, budget=int(0.6 * max(plenty.memory)))
     assert sum(held > 1 for held in flights) == 1
+
+
+@pytest.mark.parametrize("budget, again", [(None, False), (0.9, True)])
+def test_a_stage_that_fits_by_its_plan_in_plenty_of_memory_is_not_solved_again(
+    budget: float | None, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = read_program(*pipelines.gpt2(16, n_layer=4), Options()).program
+    options = Options(device=FAST, strategy="auto", pipeline="pp", microbatches=16, schedule="1f1b", stages=["transformer.h.3"])
+    mesh = connected_mesh({"pp": 2, "dp": 2}, options)
+    assert mesh.device is not None
+    cuts = StageCuts(microbatches(program, 16), mesh.device)
+    cut = cuts.chosen(mesh, "pp", options, 16)
+    steps = cuts.steps(cut.starts)
+    plenty = next(PipelineAxis.of(mesh, "pp", options, DEFAULTS).beyond.alone(steps, cut))
+    over = PipelineAxis.of(mesh, "pp", replace(options, budget=budget and int(budget * plenty.alone)), DEFAULTS)
+    first, calls, solve = next(over.beyond.alone(steps, cut)), list[int](), StagePlanner._solve
+
+    def counted(planner: StagePlanner, step: TrainingStep, asked: Options) -> Any:
+        calls.append(len(step.program.ops))
+        return solve(planner, step, asked)
+
+    monkeypatch.setattr(StagePlanner, "_solve", counted)
+    found = next(over.planner.alone(steps, cut))
+    assert bool(calls) == again
+    assert (found.found is first.found) == (not again)
