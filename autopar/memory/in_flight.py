@@ -54,6 +54,11 @@ class StageMemory:
     beside: Bytes
     back: Bytes
 
+    @property
+    def alone(self) -> Bytes:
+        """The most bytes that are alive with one micro-batch at a time."""
+        return max(self.running, self.ending)
+
     def dropping(self, *, several: bool) -> StageMemory:
         """The memory of a stage that drops gathered weights, but those which a micro-batch that is always alone needs next."""
         return replace(self, held=self.held - self.weights_held, weights_held=0) if several else self

@@ -41,8 +41,9 @@ class StageSteps:
         hoisted = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
         self.hoisting = {name for op in hoisted for name in op.operands}  # buffers among them are of every stage
 
-    def made(self, place: int, layouts: Mapping[str, Layout], flights: int = 1) -> TrainingStep:
-        """The step of a stage, by the layouts in which the one before it sends, and the micro-batches in flight."""
+    def made(self, place: int, layouts: Mapping[str, Layout], flights: int = 1, repeats: int = 1) -> TrainingStep:
+        """The step of a stage, by the layouts in which the one before it sends, the micro-batches in flight, and as how many
+        all of them count where it is priced."""
         stage, last = self.stages[place], place == len(self.stages) - 1
         held = {buffer.value.name for buffer in stage.program.buffers}
         more = (b for b in self.step.program.buffers if b.value.name in self.hoisting - held)
@@ -54,6 +55,7 @@ class StageSteps:
             batch=batch_of(self.step.program),
             random_ops=sum(name in self._random for name in before),
             flights=flights,
+            repeats=repeats,
         )
         return TrainingStep(program=program, loop=self._loop(program), padding=self._padding(program, last=last), stage=ends)
 

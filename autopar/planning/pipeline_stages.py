@@ -46,9 +46,12 @@ STEADY = 4  # micro-batches for each rank, after which their actions repeat
 WORTH = 1e-2  # of a step, that other cuts or layouts are to save by what is known of them
 SMALL = 0.1  # of the seconds of a region: what is not cut off it
 NODES, ACTIONS = 500, 200_000  # of the search for a cut by rough prices, and actions that the clock times for it
-PARTS = 8  # of the micro-batches, to which those for which ranks wait are rounded: plans of nearer numbers hardly differ
-ALIKE = StageSeconds(forward=1.0, backward_input=1.2, backward_weight=0.8)  # about, of a stage of a transformer
 RECUT = 4  # times as many, by what planned stages take
+PARTS = (
+    8  # of the micro-batches, to which those for which ranks wait are rounded: by quarters Llama-3 8B takes 1.214 s, 1.171 so
+)
+ALIKE = StageSeconds(forward=1.0, backward_input=1.2, backward_weight=0.8)
+"""A stage of which others are alike: between products alone, 1 : 1 : 1, and Llama-3 8B's planned stages, 1 : 1.3 : 0.6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,12 +196,9 @@ class PipelineTrials(ABC):
         cut, share = cuts.recut(made.cut, made.stage_seconds)
         if share * made.seconds >= min(self.seconds, (1 - WORTH) * made.seconds):
             return
-        try:
-            found = staged(cuts.steps(cut.starts), over.mesh, over.axis, cut, over.planner, self.seconds)
-        except AutoparError as error:
-            self.refused.append(error)
-            return
-        self.fared["cut anew"] += self._found(found, over, asked)
+        before = self.seconds
+        self._again(cuts.steps(cut.starts), over, cut, asked)
+        self.fared["cut anew"] += self.seconds < before
 
     def hide(self) -> None:
         """Plan the best stages anew by messages that hide, where they are a large part of what stages compute."""
@@ -210,12 +207,7 @@ class PipelineTrials(ABC):
         made, over, asked = self.found
         if self._messages(over, self.cuts(over, made.cut.schedule.microbatches), made.cut) <= MESSAGES:
             return
-        try:
-            found = staged(made.steps, over.mesh, over.axis, made.cut, over.hiding.planner, self.seconds)
-        except AutoparError as error:
-            self.refused.append(error)
-        else:
-            self._found(found, over.hiding, asked)
+        self._again(made.steps, over.hiding, made.cut, asked)
 
     def uncut(self) -> None:
         """Plan the best stages anew, with what they send in the layouts of a whole step."""
@@ -235,13 +227,20 @@ class PipelineTrials(ABC):
             alike = all(sent[crossing.value] == crossing.layout for crossing in made.crossings)
             if alike or share >= 1 - WORTH or share * made.seconds >= self.seconds:
                 return None
-            by = replace(over, planner=planner.sending(sent))
-            found = staged(made.steps, over.mesh, over.axis, cut, by.planner, self.seconds)
         except AutoparError as error:
             self.refused.append(error)
             return None
-        self._found(found, by, asked)
-        return found
+        return self._again(made.steps, replace(over, planner=planner.sending(sent)), cut, asked)
+
+    def _again(self, steps: StageSteps, over: PipelineAxis, cut: Cut, asked: Options) -> StagedStep | None:
+        """Stages that are planned in another way than the best ones were; None if they do not fit, or are slower."""
+        try:
+            made = staged(steps, over.mesh, over.axis, cut, over.planner, self.seconds)
+        except AutoparError as error:
+            self.refused.append(error)
+            return None
+        self._found(made, over, asked)
+        return made
 
     def _messages(self, over: PipelineAxis, cuts: StageCuts, cut: Cut) -> float:
         """The largest part that messages may be of what a stage computes."""

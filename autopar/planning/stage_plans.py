@@ -28,13 +28,12 @@ from glob import escape
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.deferrable import deferrable
-from autopar.analysis.repeated_blocks import block_of
 from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import StepPrices, hidden_time, step_events
 from autopar.ir.layout import Layout, text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
-from autopar.ir.program import Argument, Program, Ref, Static, digest, substitute
+from autopar.ir.program import Program
 from autopar.ir.training_step import StageMoment, TrainingStep
 from autopar.memory.in_flight import StageMemory
 from autopar.memory.rank_memory import HeldStage
@@ -51,6 +50,7 @@ from autopar.planning.optimize import SMALLEST, Optimized, analysed, solution_ti
 from autopar.planning.pipeline_bound import repeated
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.planner import to_plan
+from autopar.planning.stage_signature import signature_of
 from autopar.search_space.strategies import constrained, targets
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
@@ -64,15 +64,13 @@ NO_FLOORS: Mapping[int, Bytes] = {}
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Solved:
-    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, its memory, and the most
-    bytes that are `held` of it."""
+    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory."""
 
     found: Optimized
     seconds: StageSeconds
     outputs: tuple[Layout, ...]
     stored: tuple[Layout, ...]
     memory: StageMemory
-    held: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +196,7 @@ class StagePlanner:
         for place, share in enumerate(shares):
             # a W with none in flight holds no more than the I before it
             times = tuple(dict.fromkeys(now for now in moments(cut.schedule, place) if now.flights))
-            step = self._with(steps.made(place, layouts), times, repeats)
+            step = self._with(steps.made(place, layouts, repeats=repeats), times)
             known, names = wanted | alike, step.program.values.keys() - step.received.keys()
             of_stage = {escape(name): line for name, line in known.items() if name in names}
             asked = replace(self.options, constraints=of_stage)
@@ -216,7 +214,7 @@ class StagePlanner:
                 step=step,
                 options=asked,
                 seconds=made.seconds,
-                alone=max(memory.running, memory.ending),
+                alone=memory.alone,
                 peak=memory.peak(times),
                 held=HeldStage(memory=memory, names=_held(step)),
                 outputs=layouts,
@@ -242,7 +240,7 @@ class StagePlanner:
         full = options if share.bytes == self.limit else replace(options, budget=share.bytes)
         try:
             with suppress(BudgetError):
-                best = self._solved(self._with(step, (), step.stage.repeats), options)
+                best = self._solved(self._with(step, ()), options)
             if best is None:
                 return self._solved(step, full)
             fits = alone or best.memory.peak(step.stage.moments) <= share.bytes
@@ -260,21 +258,19 @@ class StagePlanner:
                 fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
             ) from None
 
-    def _with(self, step: TrainingStep, times: tuple[StageMoment, ...], repeats: int) -> TrainingStep:
-        """A stage with the moments of a schedule and what it waits, as it is solved."""
+    def _with(self, step: TrainingStep, times: tuple[StageMoment, ...]) -> TrainingStep:
+        """A stage with the moments of a schedule, as it is solved."""
         assert step.stage is not None, "it is a stage"
         flights = max((now.flights for now in times), default=1)
         hidden = max(1.0, step.microbatches / self.waiting) if self.waiting else 1.0
-        ends = replace(step.stage, flights=flights, moments=times, repeats=repeats, link=self.link.faster(hidden))
-        return replace(step, stage=ends)
+        return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link.faster(hidden)))
 
     def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: _Share) -> _Solved:
         """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than its
         `best` plan with one of them."""
         assert step.stage is not None, "it is a stage"
         least = step.microbatches * best.seconds.busy + best.seconds.once
-        alike = _signature(self._with(step, (), step.stage.repeats), replace(options, budget=None))
-        known = self._full.setdefault(alike, [])
+        known = self._full.setdefault(signature_of(self._with(step, ()), replace(options, budget=None)), [])
         for made in known:
             own = step.microbatches * made.seconds.busy + made.seconds.once
             if made.memory.peak(step.stage.moments) <= share.bytes and own <= (1 + FLIGHTS_GAP) * least:
@@ -284,12 +280,14 @@ class StagePlanner:
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
         """A stage solved as it is, or as one like it was."""
-        key = _signature(step, options)
+        key = signature_of(step, options)
         if key not in self._known:
-            cheapest = self._known.get(_signature(step, replace(options, budget=PLENTY)))
+            cheapest = self._known.get(signature_of(step, replace(options, budget=PLENTY)))
+            if isinstance(cheapest, _Solved) and cheapest.memory.alone <= parse_bytes(options.budget, self.mesh):
+                self._known[key] = cheapest
+                return cheapest
             try:
-                fits = isinstance(cheapest, _Solved) and cheapest.held <= parse_bytes(options.budget, self.mesh)
-                self._known[key] = cheapest if fits and cheapest else self._solve(step, options)
+                self._known[key] = self._solve(step, options)
             except BudgetError as error:
                 self._known[key] = error
         known = self._known[key]
@@ -313,7 +311,6 @@ class StagePlanner:
             outputs=tuple(chosen.outputs[output.path] for output in step.program.outputs),
             stored=tuple(chosen.given[name] for name in _stored(step.program)),
             memory=liveness.stage_memory(chosen),
-            held=math.ceil(liveness.walk(chosen).max()),
         )
 
 
@@ -408,35 +405,6 @@ def stage_seconds(found: Optimized, prices: StepPrices) -> StageSeconds:
         backward_weight=weights / runs,
         once=parts["once"],
     )
-
-
-def _signature(step: TrainingStep, options: Options) -> str:
-    """What decides the solution of a stage, as text without names: equal for stages that differ in those alone."""
-    program, ends = step.program, step.stage
-    assert ends is not None, "it is a stage"
-    number = {name: str(place) for place, name in enumerate(program.values)}
-    blocks: dict[object, int] = {}
-    lines: list[object] = [(v.shape, v.dtype, v.requires_grad, step.received.get(v.name)) for v in program.inputs]
-    lines += [(p.value.shape, p.value.dtype, p.value.requires_grad, p.used, p.reduce) for p in program.parameters]
-    lines += [(b.value.shape, b.value.dtype, b.used, b.persistent) for b in program.buffers]
-    for op in program.ops:
-        read = substitute((op.args, tuple(value for _, value in op.kwargs)), lambda x: _numbered(x, number))
-        made = [(value.shape, value.dtype, value.requires_grad) for value in op.results]
-        lines.append((op.target, read, [name for name, _ in op.kwargs], made, _place(block_of(op.name), blocks)))
-    lines += [number[output.value] for output in program.outputs]
-    lines += [(number[name], shape) for name, shape in step.padding]
-    loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)
-    held = ends.flights, sorted(map(repr, ends.moments)), ends.repeats
-    asked = sorted((number[name], options.constraints[key]) for name in number if (key := escape(name)) in options.constraints)
-    return digest(repr((lines, loop, ends.sends, ends.batch, held, asked, options.budget)))
-
-
-def _numbered(leaf: Ref | Static, number: Mapping[str, str]) -> Argument:
-    return Ref(number[leaf.name]) if isinstance(leaf, Ref) else leaf
-
-
-def _place(block: object, blocks: dict[object, int]) -> int:
-    return blocks.setdefault(block, len(blocks))
 
 
 __all__ = ["StageBudgetError", "StagePlan", "StagePlanner", "stage_seconds"]

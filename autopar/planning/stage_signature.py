@@ -1,0 +1,43 @@
+"""What decides the solution of a pipeline stage: stages that are alike in it are solved once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from glob import escape
+
+from autopar.analysis.repeated_blocks import block_of
+from autopar.ir.program import Argument, Ref, Static, digest, substitute
+from autopar.ir.training_step import TrainingStep
+from autopar.plan.options import Options
+
+
+def signature_of(step: TrainingStep, options: Options) -> str:
+    """What decides the solution of a stage, as text without names: equal for stages that differ in those alone."""
+    program, ends = step.program, step.stage
+    assert ends is not None, "it is a stage"
+    number = {name: str(place) for place, name in enumerate(program.values)}
+    blocks: dict[object, int] = {}
+    lines: list[object] = [(v.shape, v.dtype, v.requires_grad, step.received.get(v.name)) for v in program.inputs]
+    lines += [(p.value.shape, p.value.dtype, p.value.requires_grad, p.used, p.reduce) for p in program.parameters]
+    lines += [(b.value.shape, b.value.dtype, b.used, b.persistent) for b in program.buffers]
+    for op in program.ops:
+        read = substitute((op.args, tuple(value for _, value in op.kwargs)), lambda x: _numbered(x, number))
+        made = [(value.shape, value.dtype, value.requires_grad) for value in op.results]
+        lines.append((op.target, read, [name for name, _ in op.kwargs], made, _place(block_of(op.name), blocks)))
+    lines += [number[output.value] for output in program.outputs]
+    lines += [(number[name], shape) for name, shape in step.padding]
+    loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)
+    held = ends.flights, sorted(map(repr, ends.moments)), ends.repeats
+    asked = sorted((number[name], options.constraints[key]) for name in number if (key := escape(name)) in options.constraints)
+    return digest(repr((lines, loop, ends.sends, ends.batch, held, asked, options.budget)))
+
+
+def _numbered(leaf: Ref | Static, number: Mapping[str, str]) -> Argument:
+    return Ref(number[leaf.name]) if isinstance(leaf, Ref) else leaf
+
+
+def _place(block: object, blocks: dict[object, int]) -> int:
+    return blocks.setdefault(block, len(blocks))
+
+
+__all__ = ["signature_of"]
