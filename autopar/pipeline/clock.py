@@ -37,6 +37,11 @@ class StageSeconds:
         """What the rank computes for one micro-batch."""
         return self.forward + self.backward_input + self.backward_weight
 
+    @property
+    def without_messages(self) -> StageSeconds:
+        """The stage, if nothing is sent."""
+        return replace(self, activations=0.0, gradients=0.0)
+
     def times(self, share: float) -> StageSeconds:
         """A stage with so many times the work, and the same messages."""
         return replace(

@@ -26,6 +26,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
@@ -95,8 +96,21 @@ class _Node:
     tail: float = 0.0
 
 
+class _Bounds(NamedTuple):
+    """What stages add to each of the bounds."""
+
+    path: float
+    own: float
+    mean: float
+    work: float
+
+
+DONE = _Bounds(path=-math.inf, own=-math.inf, mean=0.0, work=0.0)  # what no stage adds
+
+
 class _Search:
-    """`ways` holds, by stage and first region, the stops and seconds of what fits; the others the completion bounds."""
+    """`ways` holds, by stage and first region, the stops and seconds of what fits, and `rest` what the stages from there on add
+    to the bounds at least."""
 
     def __init__(
         self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int, start: Cuts | None, more: int
@@ -105,12 +119,11 @@ class _Search:
         self.count, self.m, self.more = schedule.stages, schedule.microbatches + more, more
         self.halves = any(row.action.kind == ActionKind.BACKWARD_INPUT for row in self.clock.rows)
         self.ways: dict[tuple[int, int], dict[int, StageSeconds]] = {}
-        self.path: dict[tuple[int, int], float] = {}
-        self.own: dict[tuple[int, int], float] = {}
-        self.mean: dict[tuple[int, int], float] = {}
-        self.work: dict[tuple[int, int], float] = {}
+        self.rest: dict[tuple[int, int], _Bounds] = {}
         firsts = [min(s for s, rank in schedule.rank_of.items() if rank == r) for r in range(len(schedule.ranks))]
         self.behind = [sum(first > stage for first in firsts) / len(firsts) for stage in range(self.count)]
+        apart = [schedule.rank_of[stage] != schedule.rank_of[stage + 1] for stage in range(self.count - 1)]
+        self.sends_on, self.sends_back = [*apart, False], [False, *apart]
         self.timed: dict[Cuts, float] = {}
         self.start, self.longest = self._known(start, price)
         for stage in reversed(range(self.count)):
@@ -139,28 +152,19 @@ class _Search:
                 found[stop] = seconds
         if found:
             self.ways[stage, start] = found
-            self.path[stage, start] = min(self._path(stage, stop, one) for stop, one in found.items())
-            self.own[stage, start] = min(self._own(stage, stop, one) for stop, one in found.items())
-            self.mean[stage, start] = min(self._mean(stage, stop, one) for stop, one in found.items())
-            self.work[stage, start] = min(self._work(stage, stop, one) for stop, one in found.items())
+            added = (self._added(stage, stop, one) for stop, one in found.items())
+            self.rest[stage, start] = _Bounds(*map(min, zip(*added, strict=True)))
 
-    def _path(self, stage: int, stop: int, one: StageSeconds) -> float:
-        """What (path) adds from a stage on that ends at a region."""
-        work = self.m * (one.forward + self._back(one))
-        later = self.path.get((stage + 1, stop), -math.inf)
-        return self._returned(stage, one) + max(work, self._passed(stage, one) + self._back(one) + later)
-
-    def _own(self, stage: int, stop: int, one: StageSeconds) -> float:
-        """What (own) adds from a stage on that ends at a region."""
-        return max(self.m * one.busy + one.once, self._passed(stage, one) + self.own.get((stage + 1, stop), -math.inf))
-
-    def _mean(self, stage: int, stop: int, one: StageSeconds) -> float:
-        """What (mean) adds from a stage on that ends at a region."""
-        return self._share(stage, one) + self.mean.get((stage + 1, stop), 0.0)
-
-    def _work(self, stage: int, stop: int, one: StageSeconds) -> float:
-        """What (work) adds from a stage on that ends at a region."""
-        return self._done(stage, one) + self.work.get((stage + 1, stop), 0.0)
+    def _added(self, stage: int, stop: int, one: StageSeconds) -> _Bounds:
+        """What the stages from one on, which ends at a region, add to the bounds at least."""
+        later, back, passed = self.rest.get((stage + 1, stop), DONE), self._back(one), self._passed(stage, one)
+        work = self.m * (one.forward + back)
+        return _Bounds(
+            path=self._returned(stage, one) + max(work, passed + back + later.path),
+            own=max(self.m * one.busy + one.once, passed + later.own),
+            mean=self._share(stage, one) + later.mean,
+            work=self._done(stage, one) + later.work,
+        )
 
     def _done(self, stage: int, one: StageSeconds) -> float:
         """What (work) adds for a stage."""
@@ -168,9 +172,10 @@ class _Search:
 
     def _share(self, stage: int, one: StageSeconds) -> float:
         """What (mean) adds for a stage."""
-        work = self.m * (one.forward + self._back(one)) / len(self.schedule.ranks)
+        back = self._back(one)
+        work = self.m * (one.forward + back) / len(self.schedule.ranks)
         returned = self.behind[stage - 1] * self._returned(stage, one) if stage else 0.0
-        return work + returned + self.behind[stage] * (self._passed(stage, one) + self._back(one))
+        return work + returned + self.behind[stage] * (self._passed(stage, one) + back)
 
     def _back(self, one: StageSeconds) -> float:
         """Seconds by which a stage holds up the gradient of a micro-batch."""
@@ -178,14 +183,11 @@ class _Search:
 
     def _passed(self, stage: int, one: StageSeconds) -> float:
         """Seconds until a micro-batch has come from a stage's forward to the next stage."""
-        return one.forward + (one.activations if self._sends(stage, stage + 1) else 0.0)
+        return one.forward + one.activations if self.sends_on[stage] else one.forward
 
     def _returned(self, stage: int, one: StageSeconds) -> float:
         """Seconds for which a gradient is under way from a stage to the previous one."""
-        return one.gradients if self._sends(stage, stage - 1) else 0.0
-
-    def _sends(self, stage: int, to: int) -> bool:
-        return 0 <= to < self.count and self.schedule.rank_of[stage] != self.schedule.rank_of[to]
+        return one.gradients if self.sends_back[stage] else 0.0
 
     def best(self, nodes: int) -> StagePartition | None:
         if (0, 0) not in self.ways:
@@ -215,10 +217,14 @@ class _Search:
             work = path + self.m * (one.forward + self._back(one)) + tail
             most = max(node.most, work, node.head + self.m * one.busy + one.once)
             cuts = (*node.cuts, stop)
-            returned = node.path + self._path(stage, stop, one) + tail
-            mean = node.mean + self._mean(stage, stop, one) + tail
-            done = node.work + self._work(stage, stop, one)
-            bound = max(most, returned, mean, done, node.head + self._own(stage, stop, one))
+            added = self._added(stage, stop, one)
+            bound = max(
+                most,
+                node.path + added.path + tail,
+                node.head + added.own,
+                node.mean + added.mean + tail,
+                node.work + added.work,
+            )
             if node.missing == 1:
                 bound = max(bound, self._ranks(cuts))
             passed = self._passed(stage, one)

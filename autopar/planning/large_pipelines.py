@@ -3,8 +3,8 @@
     guess      the first stage is planned with one micro-batch in flight and plenty of memory; the others are guessed from it.
                More micro-batches, or ranks, are left out when the last ones made the step longer, and fewer when more made it
                shorter
-    settle     what may be best by 1f1b is planned, with one in flight and with all of them, until the others are slower
-    refine     other schedules are tried with the numbers that were best under 1f1b
+    plan       the numbers that promise most by any schedule, and of these the schedules that do, until the others promise no
+               less than is known
     cut anew   the stages of the best plan, by what they were found to take
     uncut      they are planned with what they send in the layouts of the whole program, where that is cheaper
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +32,7 @@ from autopar.pipeline.clock import StageSeconds
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.optimize import analysed, least_price
-from autopar.planning.pipeline_plan import guessed, hoped
+from autopar.planning.pipeline_plan import StagedStep, guessed, hoped
 from autopar.planning.pipeline_space import Hope, PipelineAxis, ScheduledStages, climbed, doubled, forms, nearest
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.pipeline_trials import PipelineTrials
@@ -41,8 +40,9 @@ from autopar.planning.plan_search import PADDED
 from autopar.solver.settings import SearchSettings
 
 FULL = 4  # micro-batches for each rank from which the search goes up or down at first
-REFINED = 3  # pairs of ranks and micro-batches for which all schedules are tried: of Llama-3 70B on 512 the third one wins
+CHEAPEST = 0.25  # of what is made again, as what is cheapest is: stages of GPT-3 take 0.4 to 6% longer where 8% would be all
 LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
+REFINED = 3  # pairs of ranks and micro-batches for which all schedules are tried: of Llama-3 70B on 512 the third one wins
 
 
 class LargePipelineSearch(PipelineTrials):
@@ -54,7 +54,7 @@ class LargePipelineSearch(PipelineTrials):
         super().__init__(program, options, settings)
         self._full: float = FULL
         self._hoped: list[Hope] = []  # what 1f1b may take
-        self._swept: list[Hope] = []  # and what it takes
+        self._promised: dict[Hope, Seconds] = {}  # and the schedule that idles least, where that was worked out
         self._alike: dict[tuple[PipelineAxis, int, int], Sequence[StageSeconds]] = {}  # by micro-batches and number of stages
         self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # without stages, by micro-batches
 
@@ -65,7 +65,8 @@ class LargePipelineSearch(PipelineTrials):
         near = math.sqrt(numbers[-1]) if numbers else 1.0
         if numbers:
             guess(numbers[nearest(numbers, near)])
-        if self._bound(mesh) < self._promised():
+        best = self._most_promising()
+        if self._bound(mesh) < (self._promised[best] if best else self.seconds):
             self._without_stages()
         elif self.settings.deadline.seconds < math.inf:  # by which there is to be a plan
             self._settle()
@@ -75,7 +76,6 @@ class LargePipelineSearch(PipelineTrials):
 
     def finish(self) -> None:
         self._settle()
-        self._refine()
         self._without_stages()
         self.recut()
         self.hide()
@@ -91,8 +91,22 @@ class LargePipelineSearch(PipelineTrials):
         return best
 
     def number(self, over: PipelineAxis, runs: int) -> Seconds:
-        """What 1f1b may take; its stages are left for `_settle`."""
-        return self._alone(over, runs)
+        """What 1f1b takes if each stage holds one micro-batch at a time, as guessed by the first one; infinite if there is no
+        such plan. Stages are left for `_settle`."""
+        if self.ended or (self._hoped and self.settings.deadline.passed):
+            return math.inf
+        schedule, count = next(forms(over.options, over.ranks))
+        try:
+            cuts = self.cuts(over, runs)
+            cut = cuts.chosen(over.mesh, over.axis, replace(over.options, schedule=schedule, stages=count), runs)
+            first = next(over.beyond.alone(cuts.steps(cut.starts), cut))
+        except AutoparError as error:
+            self.refused.append(error)
+            return math.inf
+        stages = guessed(first, cuts.shares(cut.starts))
+        over_limit = max(0, first.peak - over.planner.limit) / max(1, first.peak - first.alone)
+        self._hoped.append(Hope(over=over, runs=runs, stages=stages, dropped=min(1.0, over_limit)))
+        return cut.waits_filled(stages)[1]
 
     @property
     def ended(self) -> bool:
@@ -105,92 +119,61 @@ class LargePipelineSearch(PipelineTrials):
         self.fared["left out after slower ones"] += left
         return best, number
 
-    def _alone(self, over: PipelineAxis, runs: int, *, guess: bool = True) -> Seconds:
-        """What a step takes by the first schedule if each stage holds one micro-batch at a time, a `guess` by the first stage
-        or by all of them; infinite if there is none."""
-        if self.ended or (guess and self._hoped and self.settings.deadline.passed):
-            return math.inf
-        schedule, count = next(forms(over.options, over.ranks))
-        try:
-            cuts = self.cuts(over, runs)
-            cut = cuts.chosen(over.mesh, over.axis, replace(over.options, schedule=schedule, stages=count), runs)
-            steps = cuts.steps(cut.starts)
-            stages = guessed(steps, cut, cuts.shares(cut.starts), over.beyond) if guess else hoped(steps, cut, over.planner)
-        except AutoparError as error:
-            self.refused.append(error)
-            return math.inf
-        _, least = cut.waits_filled(stages)
-        self._hoped.append(Hope(seconds=least, over=over, runs=runs, stages=stages, guessed=guess))
-        return least
-
     def _settle(self) -> None:
-        """Plan the stages by the first schedule, those first that may be fastest, until the others cannot be
-        faster. Where all micro-batches in flight do not fit, more of them, which are smaller, may."""
-        tried = {(one.over, one.runs) for one in (*self._hoped, *self._swept)}
-        while self._hoped:
-            best = min(self._hoped, key=_seconds)
-            over, runs = best.over, best.runs
-            if best.seconds >= self.seconds:
-                self.fared["slower with one micro-batch in flight"] += 1
-                self._hoped.remove(best)
-                self._swept.append(best)
-                continue
-            if best.guessed and not self.settings.deadline.passed:
-                found = self._alone(over, runs, guess=False)
-            elif (found := self.schedules(over, runs, [next(forms(over.options, over.ranks))])) < math.inf:
-                self._swept.append(replace(best, seconds=found))
+        """Plan what promises most until the others promise no less than is known; all schedules of some numbers, and the first
+        of the others. Where all micro-batches in flight do not fit, more of them, which are smaller, may."""
+        tried = {(one.over, one.runs) for one in self._hoped}
+        refined = 0
+        while (best := self._most_promising()) is not None:
             self._hoped.remove(best)
+            over, runs, ways = best.over, best.runs, list(forms(best.over.options, best.over.ranks))
+            if refined < REFINED:
+                ways.sort(key=lambda way: self._hoped_by(best, way))
+            found = self.schedules(over, runs, filter(self._promises(best), ways if refined < REFINED else ways[:1]))
+            refined += found < math.inf
             if found == math.inf and over.options.microbatches == AUTO and self.short:
                 more = next((other for other in counts(self.program) if other >= 2 * runs), runs)
                 if (over, more) not in tried:
                     tried.add((over, more))
-                    self._alone(over, more)
+                    self.number(over, more)
+        self.fared["slower as guessed from a first stage"] += len(self._hoped)
+        self._hoped.clear()
 
-    def _promised(self) -> Seconds:
-        """The least that a step may take in the stages that are hoped for, by 1f1b or by the schedule that idles least."""
-        least = min([self.seconds, *map(_seconds, self._hoped)])
-        for one in sorted(self._hoped, key=Hope.busy):
-            if one.busy() >= least:
+    def _most_promising(self) -> Hope | None:
+        """What is hoped for that promises most with all that it may make again for lack of memory, of what promises less than
+        is known with a part of that. Promises are worked out only where a step without idle ranks would be the fastest."""
+        while not self.ended:
+            least = {one: self._promised.get(one, one.busy()) for one in self._hoped}
+            open_ = [one for one in self._hoped if least[one] + CHEAPEST * one.made_again() < self.seconds]
+            if not open_:
                 break
-            least = min(least, self._promise(one, _least_idle(one)))
-        return least
+            best = min(open_, key=lambda one: least[one] + one.made_again())
+            if best in self._promised:
+                return best
+            self._promised[best] = min(self._hoped_by(best, way) for way in _least_idle(best))
+        return None
 
     def _promises(self, one: Hope) -> Callable[[ScheduledStages], bool]:
         """Whether a step by a schedule may be faster than what is known, by what stages are hoped to take."""
 
         def promises(way: ScheduledStages) -> bool:
-            try:
-                faster = self._hoped_by(one, way) < self.seconds
-            except ConstraintError:  # fewer regions than stages, or one micro-batch
-                return True
+            faster = self._hoped_by(one, way) < self.seconds
             self.fared["slower as guessed from a first stage"] += not faster
             return faster
 
         return promises
 
     def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
-        """What a step may take by another schedule than the first: by known stages that are as many, or what is hoped for."""
+        """What a step may take by a schedule: by known stages that are as many, or what is hoped for; infinite where there are
+        fewer regions than stages, or one micro-batch."""
         schedule, stages = way
         cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
-        cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
+        try:
+            cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
+        except ConstraintError:
+            return math.inf
         alike = self._alike.get((one.over, one.runs, cut.schedule.stages), one.stages)
         return replace(one, stages=alike).by(cut, cuts.shares(cut.starts))
-
-    def _promise(self, one: Hope, ways: Iterable[ScheduledStages]) -> Seconds:
-        """The least that a step may take by the first schedule or one of these, by what stages are hoped to take."""
-        least = one.seconds
-        for way in ways:
-            with suppress(ConstraintError):  # fewer regions than stages, or one micro-batch
-                least = min(least, self._hoped_by(one, way))
-        return least
-
-    def _refine(self) -> None:
-        """Try all schedules where 1f1b was fastest, first where one of them promises most."""
-        if self.ended:  # or else promises would be worked out for nothing
-            return
-        fastest = sorted(self._swept, key=_seconds)[:REFINED]
-        for best in sorted(fastest, key=lambda one: self._promise(one, forms(one.over.options, one.over.ranks))):
-            self.schedules(best.over, best.runs, filter(self._promises(best), forms(best.over.options, best.over.ranks)))
 
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
         """What a step takes that is no faster than what is known even with one micro-batch in flight a stage, as guessed from
@@ -198,7 +181,7 @@ class LargePipelineSearch(PipelineTrials):
         if self.seconds == math.inf:
             return math.inf
         runs = steps.step.microbatches
-        _, least = cut.waits_filled(guessed(steps, cut, self.cuts(over, runs).shares(cut.starts), over.planner))
+        _, least = cut.waits_filled(guessed(next(over.planner.alone(steps, cut)), self.cuts(over, runs).shares(cut.starts)))
         if least < self.seconds:
             alone = self._alike[over, runs, cut.schedule.stages] = hoped(steps, cut, over.planner)
             _, least = cut.waits_filled(alone)
@@ -206,6 +189,11 @@ class LargePipelineSearch(PipelineTrials):
             return math.inf
         self.fared["slower with one micro-batch in flight"] += 1
         return least
+
+    def _found(self, made: StagedStep, over: PipelineAxis, asked: Options) -> bool:
+        alike = over, made.cut.schedule.microbatches, len(made.stages)
+        self._alike[alike] = [one.without_messages for one in made.stage_seconds]
+        return super()._found(made, over, asked)
 
     def _bound(self, mesh: Mesh) -> Seconds:
         """What a step without stages takes at least. The bound is least in the fewest micro-batches, as a rule: there kernels
@@ -245,13 +233,10 @@ class LargePipelineSearch(PipelineTrials):
         self._bounds.clear()
 
 
-def _seconds(tried: Hope) -> Seconds:
-    return tried.seconds
-
-
 def _least_idle(one: Hope) -> list[ScheduledStages]:
-    """Two stages a rank by the schedule that idles least, where this is open."""
-    return [way for way in forms(one.over.options, one.over.ranks) if way == (LEAST_IDLE, 2 * one.over.ranks)]
+    """The first schedule, and where that is open two stages a rank by the one that idles least."""
+    first, *more = forms(one.over.options, one.over.ranks)
+    return [first, *(way for way in more if way == (LEAST_IDLE, 2 * one.over.ranks))]
 
 
 __all__ = ["LargePipelineSearch"]

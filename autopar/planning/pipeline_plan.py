@@ -137,11 +137,10 @@ def _timed(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, stages: tuple[Sta
     )  # fmt: skip
 
 
-def guessed(steps: StageSteps, cut: Cut, shares: Sequence[float], planner: StagePlanner) -> list[StageSeconds]:
+def guessed(first: StagePlan, shares: Sequence[float]) -> list[StageSeconds]:
     """What stages take if each holds one micro-batch at a time, without messages: the first one as it is planned, the others as
     their `shares` of the program by rough prices say."""
-    first = next(planner.alone(steps, cut)).seconds
-    return [first.times(share / shares[0]) for share in shares]
+    return [first.seconds.times(share / shares[0]) for share in shares]
 
 
 def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> list[StageSeconds]:
@@ -158,9 +157,10 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
     schedule = cut.schedule
     if same := [one.stage_seconds for one in known if one.cut.starts == cut.starts]:
         return all(cut.waits_filled(stages)[1] >= below for stages in same)
-    if not known or schedule.stages == len(schedule.ranks):
+    first = next((one.stage_seconds for one in known if len(one.stages) == len(schedule.ranks)), ())
+    chunks = schedule.stages // len(schedule.ranks)
+    if not first or chunks == 1:
         return False
-    first, chunks = known[0].stage_seconds, schedule.stages // len(schedule.ranks)
     if sum(schedule.microbatches * one.busy + one.once for one in first) / len(first) >= below:
         return True
     ends = {"activations": first[0].activations, "gradients": first[-1].gradients}

@@ -71,18 +71,24 @@ class PipelineAxis:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Hope:
-    """What a step of so many micro-batches may take over an axis by the first schedule that is open: if its `stages` hold one
-    of them at a time each, or are `guessed` from the first, whose memory is plenty then."""
+    """Stages of so many micro-batches over an axis that are guessed from the first one, which holds one of them at a time.
 
-    seconds: Seconds
+    `dropped` is the share of what the others would hold that does not fit into the memory, with as many in flight as the first
+    schedule has.
+    """
+
     over: PipelineAxis
     runs: int
-    stages: Sequence[StageSeconds] = ()
-    guessed: bool = False
+    stages: Sequence[StageSeconds]
+    dropped: float = 0.0
 
     def busy(self) -> Seconds:
         """What a step would take in which no rank is ever idle."""
         return sum(self.runs * stage.busy + stage.once for stage in self.stages) / self.over.ranks
+
+    def made_again(self) -> Seconds:
+        """About what a step takes longer as what is dropped is made again: as large a share of its forwards."""
+        return self.dropped * self.runs * sum(stage.forward for stage in self.stages) / self.over.ranks
 
     def by(self, cut: Cut, shares: Sequence[float]) -> Seconds:
         """What a step would take in other stages, by another schedule, that have these shares of the program."""

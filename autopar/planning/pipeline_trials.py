@@ -18,6 +18,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import PaddingExtent, padded
+from autopar.pipeline.clock import Clock
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
@@ -201,11 +202,11 @@ class PipelineTrials(ABC):
         self.fared["cut anew"] += self.seconds < before
 
     def hide(self) -> None:
-        """Plan the best stages anew by messages that hide, where they are a large part of what stages compute."""
+        """Plan the best stages anew by messages that hide, where their step would be faster without any."""
         if self.found is None or self.ended:
             return
         made, over, asked = self.found
-        if self._messages(over, self.cuts(over, made.cut.schedule.microbatches), made.cut) <= MESSAGES:
+        if Clock(made.cut.schedule).seconds([one.without_messages for one in made.stage_seconds]) > (1 - WORTH) * made.seconds:
             return
         self._again(made.steps, over.hiding, made.cut, asked)
 

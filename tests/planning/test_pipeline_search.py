@@ -275,6 +275,56 @@ def test_of_numbers_without_stages_the_least_bound_comes_first_until_one_is_slow
     assert asked_for == planned
 
 
+def test_what_promises_most_with_what_it_makes_again_comes_first_and_what_promises_too_little_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What lacks memory waits for what does not, but is left out only if it promises no less with a part made again."""
+    asked = Options(microbatches="auto", device=device(), pipeline="pp")
+    over = PipelineAxis.of(connected_mesh({"pp": 2}, asked), "pp", asked, DEFAULTS)
+    search, worked_out = LargePipelineSearch(blocks(), asked, DEFAULTS), list[int]()
+    stage = StageSeconds(forward=1.0, backward_input=1.0, backward_weight=1.0)
+    promised = {1: 3.5, 2: 8.0, 3: 9.5, 4: 13.0}  # by the number of micro-batches, of which each takes three seconds
+    dropped = {1: 1.0, 2: 0.0, 3: 1.0, 4: 0.0}
+
+    def hoped(one: Hope, way: object) -> float:
+        worked_out.append(one.runs)
+        return promised[one.runs]
+
+    monkeypatch.setattr(search, "_hoped_by", hoped)
+    search._hoped = [Hope(over=over, runs=n, stages=[stage] * 2, dropped=dropped[n]) for n in promised]
+    assert [one.made_again() for one in search._hoped] == [1.0, 0.0, 3.0, 0.0]
+    order = list[int]()
+    for known in (math.inf, 9.0, 9.7):
+        search.seconds = known
+        best = search._most_promising()
+        if best:
+            search._hoped.remove(best)
+            order.append(best.runs)
+    assert order == [1, 2]
+    assert set(worked_out) == {1, 2}  # without idle ranks 3 and 4 take 9 and 12 seconds
+    search.seconds = 10.3
+    assert (last := search._most_promising()) is not None
+    assert last.runs == 3
+
+
+def test_stages_are_planned_by_messages_that_hide_only_where_a_step_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Options(microbatches=4, device=SLOW, pipeline="pp")
+    search = LargePipelineSearch(blocks(), asked, DEFAULTS)
+    search.over(connected_mesh({"pp": 2, "dp": 2}, asked), "pp")
+    search._settle()
+    again = list[object]()
+    monkeypatch.setattr(search, "_again", lambda *made: again.append(made))
+    search.hide()
+    assert again
+    assert search.found is not None
+    made, over, options = search.found
+    still = tuple(stage.without_messages for stage in made.stage_seconds)
+    search.found = replace(made, stage_seconds=still, seconds=Clock(made.cut.schedule).seconds(still)), over, options
+    again.clear()
+    search.hide()
+    assert not again
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_schedule_is_faster_than_ranks_that_are_never_idle_and_equal_stages_take_what_the_clock_says(seed: int) -> None:
     draw, asked = random.Random(seed), Options(microbatches="auto", device=device(), pipeline="pp")
@@ -282,7 +332,7 @@ def test_no_schedule_is_faster_than_ranks_that_are_never_idle_and_equal_stages_t
     over = PipelineAxis.of(connected_mesh({"pp": ranks}, asked), "pp", asked, DEFAULTS)
     seconds = dict.fromkeys(("forward", "backward_input", "backward_weight", "once"), 0.0)
     stages = [StageSeconds(**{name: draw.uniform(0.5, 1.5) for name in seconds}) for _ in range(ranks)]
-    hope = Hope(seconds=0.0, over=over, runs=runs, stages=stages)
+    hope = Hope(over=over, runs=runs, stages=stages)
     for name in ("gpipe", "1f1b", "zb-h1"):
         assert hope.busy() <= Clock(named(name, ranks, runs)).seconds(stages) * (1 + 1e-9)
     equal, shares = replace(hope, stages=stages[:1] * ranks), [0.5 / ranks] * 2 * ranks
