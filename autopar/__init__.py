@@ -3,6 +3,8 @@
 parallel = autopar.parallelize(model, sample_input, mesh=(2, 4))
 """
 
+from typing import TYPE_CHECKING
+
 from autopar import elastic, explain
 from autopar.allocate import Cluster, ClusterAllocation, TrainingJob, allocate
 from autopar.api import (
@@ -32,3 +34,14 @@ __all__ = [
     "TrainingJob", "allocate", "check_rule", "discover_rule", "elastic", "explain", "inductor_options", "initialize", "launch",
     "parallelize", "plan", "register_rule", "step_gathered", "step_in_backward", "step_locally", "testing", "verify",
 ]  # fmt: skip
+
+__version__: str  # of the installed package; read when it is asked for
+
+if not TYPE_CHECKING:  # to which every name would be known
+
+    def __getattr__(name: str) -> str:
+        from importlib.metadata import version
+
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return version(__name__)

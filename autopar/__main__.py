@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+
+import autopar
 
 COMMANDS = {"explain": "autopar.explain", "allocate": "autopar.allocate", "profile": "autopar.profile"}  # each has a `main`
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "completion":
         return _complete(rest[0])
     if name == "--version":
-        print(f"autopar {version('autopar')}")
+        print(f"autopar {autopar.__version__}")
         return 0
     asked = name in ("", "-h", "--help")
     wrong = "" if asked else f"no such command: {name}\n\n"

@@ -27,6 +27,13 @@ def test_the_commands_are_listed_and_an_unknown_one_is_an_error(capsys: pytest.C
         assert all(f"autopar {name}" in printed for name in COMMANDS)
     assert main(["explian"]) == 2
     assert "no such command: explian" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert autopar.__version__ == PROJECT["version"]
+    assert "__version__" not in vars(autopar)  # it is read when it is asked for
+    with pytest.raises(AttributeError, match="module 'autopar' has no attribute '__versoin__'"):
+        autopar.__versoin__  # type: ignore[attr-defined]  # noqa: B018
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"autopar {PROJECT['version']}\n"
 
