@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from autopar.cost_models.optimizers import NONE, Optimizer
 from autopar.errors import PlanError
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.mesh import Bytes, Device
+from autopar.plan.budget import byte_count
 from autopar.plan.plan import Plan
+from autopar.search_space.strategies import OTHER_NAMES
 
 HOST, DISK = "host", "disk"  # where weights may be stored
 AUTO = "auto"  # as many micro-batches as are best, as much recomputed as is best
@@ -128,13 +131,17 @@ class Options:
         return Options(constraints={name: layout for name, _, layout in pairs}, **found, **others)  # type: ignore[arg-type]
 
     def check_plan(self, plan: Plan, said: Collection[str]) -> None:
-        """Raise PlanError for an option among those `said` that the plan was not made with; "auto" says nothing."""
+        """Raise PlanError for an option among those `said` that the plan was not made with; "auto" says nothing.
+
+        Options that mean the same are the same, however they are spelled: budgets of "80GB" and "80 GB", say.
+        """
         asked = {**self.text(), "mode": self.mode, "microbatches": str(self.microbatches)}
         found = {"mode": TRAINING, **plan.options, "microbatches": str(plan.microbatches)}
         if plan.pipeline:
             found |= {"pipeline": plan.pipeline.axis, "schedule": plan.pipeline.schedule, "stages": str(len(plan.stages))}
         for name in (name for name in asked if name in said and name not in FREE):
-            if asked[name] not in ("", AUTO, found.get(name), plan.options.get(name)):
+            made_with = (found.get(name) or "", plan.options.get(name) or "")
+            if asked[name] not in ("", AUTO) and not any(_same(name, asked[name], text) for text in made_with):
                 raise PlanError(
                     f"{name}={asked[name]!r} is asked for, and the plan was made with another",
                     plan=f"{name}={found[name]!r}" if found.get(name) else f"without {name}=",
@@ -160,6 +167,35 @@ class Options:
             static=self.static or kept.static,
             assume=self.assume or kept.assume,
         )
+
+
+def _bytes(what: str) -> Callable[[str], object]:
+    return lambda text: byte_count(text, what) if text else None
+
+
+def _entries(text: str) -> frozenset[tuple[str, str]]:
+    """The entries of a mapping in any order, without blanks in what they say."""
+    parted = (entry.rpartition(": ") for entry in text.split("; "))
+    return frozenset((name, said.replace(" ", "")) for name, _, said in parted)
+
+
+MEANINGS: Mapping[str, Callable[[str], object]] = {  # what is compared of options that can be spelled in several ways
+    "budget": _bytes("a memory budget"),
+    "host_memory": _bytes("an amount of the host's memory"),
+    "disk_memory": _bytes("an amount of the disk"),
+    "strategy": lambda text: OTHER_NAMES.get(text, text),
+    "reduce": lambda text: text or "fp32",
+    "constraints": _entries,
+    "assume": _entries,
+    "static": lambda text: frozenset(text.split(", ")),
+    "schedule": os.path.abspath,  # a file's
+}
+
+
+def _same(name: str, asked: str, made_with: str) -> bool:
+    """Whether two texts of an option mean the same. Raises BudgetError for a text that is no number of bytes."""
+    meaning = MEANINGS.get(name, str)
+    return asked == made_with or meaning(asked) == meaning(made_with)
 
 
 def _stages(stages: int | str | Sequence[str]) -> str:

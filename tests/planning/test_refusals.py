@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 import autopar
 from autopar import AutoparError, Plan
 from autopar.errors import BudgetError, CaptureError, ConstraintError, InputError, MeshError, PlanError, RuleError
+from autopar.plan.options import Options
 from autopar.plan.plan import VERSION
 from autopar.runtime.workers import WorkerPool
 
@@ -460,6 +461,44 @@ def test_options_beside_a_plan_that_was_made_with_them_and_auto_are_taken() -> N
     made = plan((1,), strategy="ddp", optimizer="sgd", budget="10GB")
     for options in ({"strategy": "ddp", "optimizer": "sgd", "budget": "10GB"}, {"microbatches": 1, "strategy": "auto"}):
         assert single(plan=made, **options)(X).shape == X.shape
+
+
+SPELLED: list[tuple[str, Any, Any, Any]] = [  # an option, another spelling of it, and what is another option
+    ("budget", "80GB", "80 GB", "80GiB"),
+    ("budget", "80GB", 80_000_000_000, "80.5GB"),
+    ("budget", 24 * 2**30, "24.0GiB", "24GB"),
+    ("host_memory", "1TB", "1000 GB", "1TiB"),
+    ("disk_memory", "1TB", 1e12, "2TB"),
+    ("strategy", "fsdp", "zero3", "zero2"),
+    ("optimizer", "adamw", torch.optim.AdamW, torch.optim.SGD),
+    ("reduce", None, "fp32", "bf16"),
+    (
+        "constraints",
+        {"0.weight": "I, S(0)", "0.bias": "I, *"},
+        {"0.bias": "I,*", "0.weight": "I,  S(0)"},
+        {"0.weight": "I, S(0)"},
+    ),
+    ("stages", ["h.1", "h.2"], ("h.1", "h.2"), ("h.2", "h.1")),
+    ("schedule", "orders/table.csv", "./orders/../orders/table.csv", "table.csv"),
+    ("static", ["a", "b"], ("b", "a"), ["a"]),
+    ("assume", {"m.py:1": True, "m.py:2": 3}, {"m.py:2": 3, "m.py:1": True}, {"m.py:1": True, "m.py:2": 4}),
+]
+
+
+@pytest.mark.parametrize("option, made_with, same, other", SPELLED)
+def test_an_option_beside_a_plan_is_compared_by_what_it_means(option: str, made_with: Any, same: Any, other: Any) -> None:
+    """Before, `budget="80 GB"` was refused beside a plan that was made with "80GB"."""
+    made = plan((1,))
+    made = replace(made, options={**made.options, **Options(**{option: made_with}).text()})
+    Options(**{option: same}).check_plan(made, [option])
+    with pytest.raises(PlanError, match=f"^{option}=.* is asked for, and the plan was made with another"):
+        Options(**{option: other}).check_plan(made, [option])
+
+
+def test_a_budget_beside_a_plan_that_is_none_is_refused_as_without_a_plan() -> None:
+    what, fix = "'80 gigs' is not a memory budget", "bytes per device"
+    for made in (None, plan((1,), budget="80GB")):
+        check(lambda made=made: single(plan=made, budget="80 gigs"), BudgetError, what, fix)
 
 
 CASTS: dict[str, tuple[Callable[[nn.Module], object], str, str]] = {
