@@ -286,11 +286,14 @@ def _emitted(
     return ParallelModule(graph, program, stored, state)
 
 
-def steps_of(loop: MicrobatchLoop, given: Mapping[str, Layout], context: Context) -> Steps:
-    """A loop with the graph of what it computes once per step: every rank does so for the whole batch."""
-    hoisted, size = loop.hoisted, len(context.mesh.sizes)
+def steps_of(
+    loop: MicrobatchLoop, given: Mapping[str, Layout], context: Context, *, gathers: MicrobatchLoop | None = None
+) -> Steps:
+    """A loop with the graph of what it computes once per step: every rank does so for the whole batch, with the inputs whole
+    that a loop of all ranks `gathers`, by default this one."""
+    hoisted, size, gathered = loop.hoisted, len(context.mesh.sizes), _read((gathers or loop).hoisted)
     if hoisted is None:
-        return Steps(loop=loop, hoisted=None)
+        return Steps(loop=loop, hoisted=None, gathered=gathered)
     whole = Assignment(
         ops={op.name: candidate(op, None, hoisted.values, (INVARIANT,) * size) for op in hoisted.ops},
         given={**dict.fromkeys(hoisted.values, (I,) * size), **given, **{value.name: (I,) * size for value in hoisted.inputs}},
@@ -298,7 +301,15 @@ def steps_of(loop: MicrobatchLoop, given: Mapping[str, Layout], context: Context
         routes={},
     )
     fits = dict.fromkeys((op.name for op in hoisted.ops), None)
-    return Steps(loop=loop, hoisted=emit(TrainingStep(program=hoisted), whole, fits, context))
+    return Steps(loop=loop, hoisted=emit(TrainingStep(program=hoisted), whole, fits, context), gathered=gathered)
+
+
+def _read(program: Program | None) -> frozenset[int]:
+    """The places of the inputs that a program reads or returns."""
+    if program is None:
+        return frozenset()
+    read = {name for op in program.ops for name in op.operands} | {output.value for output in program.outputs}
+    return frozenset(place for place, value in enumerate(program.inputs) if value.name in read)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

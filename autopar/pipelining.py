@@ -26,7 +26,7 @@ from autopar.pipeline.schedule import ActionKind
 from autopar.plan.options import AUTO, Options
 from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
-from autopar.plan.stages import ResolvedPipeline, loss_of, read_pipeline
+from autopar.plan.stages import ResolvedPipeline, hoisting, loss_of, read_pipeline
 from autopar.planning.optimize import sharded
 from autopar.planning.pipeline_search import make_pipeline_plan, plan_pipeline
 from autopar.planning.plan_cache import cached
@@ -228,7 +228,9 @@ class _Builder:
         stored = {name: tensors[name] for name in self.layouts[self.axis.index]}
         unsharded = all_plain(stored.values())
         stages = {number: self._stage(number, stored, unsharded, seed) for number in self.mine}
-        steps = steps_of(step.loop, {}, self.stage_context) if step.loop else None
+        read = {value.name for stage in stages.values() for value in stage.program.inputs}
+        loop = hoisting(step, read)
+        steps = steps_of(loop, {}, self.stage_context, gathers=step.loop) if loop else None
         state = ModuleState(
             plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps,
             inputs=self.inputs,
@@ -241,6 +243,7 @@ class _Builder:
             rank=self.rank,
             stages=stages,
             program=step.program,
+            inputs=tuple(value.name for value in step.program.inputs if value not in step.hoisted or value.name in read),
             loss=[output.value for output in step.program.outputs].index(loss_of(step.program)),
         )
         return PipelineModule(parts, stored, state)

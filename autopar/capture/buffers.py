@@ -1,6 +1,6 @@
 """Buffers that forward writes: running means, queues, counts of calls.
 
-Inside of the program what they become are values; their memory is written when it ends.
+Inside of the program what they become are values; their memory is written once these are known.
 """
 
 from __future__ import annotations
@@ -21,18 +21,32 @@ def keep(builder: Builder, given: Iterable[Handle]) -> None:
 
     y = mul(x, kept)                c = clone(kept)
     k = add(kept, 1)         ->     y = mul(x, c)
-                                    k = add(c, 1)
+    z = exp(y)                      k = add(c, 1)
                                     copy_(kept, k)
+                                    z = exp(y)
     """
-    for handle in given:
-        if not handle.storage.version or not handle.storage.owner.startswith(OWNER):
-            continue
-        buffer, last = Ref(handle.storage.owner.removeprefix(OWNER)), functionalize.read(handle)
-        module = buffer.name.rpartition(".")[0]
-        (before,) = builder.emit("aten.clone.default", (buffer,), module=module)
-        *ops, clone = builder.ops
-        builder.ops = [clone, *(_reading(op, {buffer: before}) for op in ops)]
-        builder.emit("aten.copy_.default", (buffer, last), module=module)
+    owned = (handle for handle in given if handle.storage.version and handle.storage.owner.startswith(OWNER))
+    last = {Ref(handle.storage.owner.removeprefix(OWNER)): functionalize.read(handle) for handle in owned}
+    read = {name for op in builder.ops for name in op.operands} | {ref.name for ref in last.values()}
+    before: dict[Ref, Ref] = {}
+    ops = [*builder.ops]
+    for buffer in last:
+        if buffer.name in read:
+            (before[buffer],) = builder.emit("aten.clone.default", (buffer,), module=_module(buffer))
+    clones, ops = builder.ops[len(ops) :], [_reading(op, before) for op in ops]
+    for clone in clones:
+        ops.insert(next((n for n, op in enumerate(ops) if clone.name in op.operands), len(ops)), clone)
+    for buffer, new in last.items():
+        now = before.get(new, new)
+        builder.emit("aten.copy_.default", (buffer, now), module=_module(buffer))
+        needs = {buffer.name, now.name}
+        after = (n for n, op in enumerate(ops) if buffer.name in op.operands or any(r.name in needs for r in op.results))
+        ops.insert(max(after, default=-1) + 1, builder.ops[-1])
+    builder.ops = ops
+
+
+def _module(buffer: Ref) -> str:
+    return buffer.name.rpartition(".")[0]
 
 
 def _reading(op: Op, instead: Mapping[Ref, Ref]) -> Op:

@@ -48,11 +48,13 @@ class StageModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineParts:
-    """What a rank knows of its pipeline: its own stages by number, and the program of a micro-batch that is cut into all."""
+    """What a rank knows of its pipeline: its own stages by number, and the program of a micro-batch that is cut into all, with
+    those of its inputs that the rank has."""
 
     pipeline: Pipeline
     rank: PipelineRank
     program: Program
+    inputs: tuple[str, ...]
     stages: Mapping[int, StageModule]
     loss: int  # which of the model's outputs is the loss
 
@@ -252,8 +254,7 @@ class PipelineModule(ParallelModule):
     ) -> None:
         """Run this rank's actions of a schedule, with its messages, on the micro-batches of a batch."""
         parts, state = self.stages, self.autopar
-        names = [value.name for value in parts.program.inputs]
-        given = [dict(zip(names, part, strict=True)) for part in self._parts(tensors)]
+        given = [dict(zip(parts.inputs, part, strict=True)) for part in self._parts(tensors)]
         first = state.rng_state.call
 
         def runs(stage: StageModule) -> Callable[[int, Tensors], Tensors]:

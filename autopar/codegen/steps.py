@@ -14,25 +14,24 @@ from autopar.ir.training_step import MicrobatchLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How a step runs the emitted graph once per micro-batch, after `hoisted`, the graph of what is computed once per step."""
+    """How a step runs the emitted graph once per micro-batch, after `hoisted`, the graph of what is computed once per step.
+
+    The inputs at the places `gathered` are whole for that: all ranks gather the same ones, whatever they hoist.
+    """
 
     loop: MicrobatchLoop
     hoisted: fx.Graph | None
+    gathered: frozenset[int] = frozenset()
 
     def parts(
         self, module: nn.Module, inputs: Sequence[torch.Tensor], whole: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> list[list[torch.Tensor]]:
         """The inputs of every micro-batch; `module` has buffers that `hoisted` reads, `whole(n, part)` makes input n whole."""
         with torch.no_grad():
-            found = fx.Interpreter(module, graph=self.hoisted).run(*self._whole(inputs, whole)) if self.hoisted else ()
+            taken = [whole(n, part) if n in self.gathered else part for n, part in enumerate(inputs)]
+            found = fx.Interpreter(module, graph=self.hoisted).run(*taken) if self.hoisted else ()
         given, runs = [*zip((*inputs, *found), self.loop.inputs, strict=True)], self.loop.count
         return [[shard(tensor, (state,), (runs,), (run,)) for tensor, state in given] for run in range(runs)]
-
-    def _whole(self, inputs: Sequence[torch.Tensor], whole: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        """The inputs as `hoisted` takes them: those that it reads whole."""
-        assert self.hoisted is not None
-        taken = [node for node in self.hoisted.nodes if node.op == "placeholder"]
-        return [whole(n, part) if node.users else part for n, (node, part) in enumerate(zip(taken, inputs, strict=True))]
 
     def join(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The outputs for the whole batch from those of all micro-batches; None of those that were not kept."""

@@ -11,6 +11,9 @@ gradient is the sum over the runs, as for R). Between runs nothing is sent, so t
 depends on arguments and buffers alone is hoisted out of the loop where a run needs more of it than its own part, a constant is
 made in part, and what is the same in every run, also the number in 1 - x, is an addend if it is divided by how many runs there
 are. If an operator can then be run in none of its ways, it mixes the samples of the batch, and there are no micro-batches.
+
+A step writes a buffer with what the whole batch would write: what it held before is hoisted, so that each run computes the same
+from it, as the power iteration of a spectral norm, and writes that. What depends on the samples of a run is not the same.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import replace
 
 from autopar.analysis.block_counts import block_counts
 from autopar.analysis.fits import fit_of
+from autopar.analysis.recomputability import is_random
 from autopar.analysis.signatures import signature
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Builder, kinds
@@ -33,6 +37,7 @@ from autopar.operators import OpSharding, fit, localise, row_of, scale, writes
 from autopar.passes.dead_code_elimination import dead
 from autopar.search_space.candidates import INVARIANT, Candidate, candidate, candidates, parts_of
 
+AHEAD = "ahead:"  # in the name of an input that is hoisted, before that of the value
 HOISTED = 1000.0  # effort of an element that is hoisted, in conversions that a run does itself: the last resort
 
 
@@ -40,7 +45,7 @@ def microbatches(program: Program, runs: int) -> TrainingStep:
     """The step that runs the program on one of `runs` equal parts of the batch after the other.
 
     The batch is dim 0 of each input that is as long as the first one's. Raises ConstraintError if it has not so many equal
-    parts, if the program mixes its samples, writes a buffer, or returns no scalar to differentiate.
+    parts, if the program mixes its samples, writes what depends on them into a buffer, or returns no scalar to differentiate.
     """
     if runs == 1:
         return TrainingStep(program=program)
@@ -83,6 +88,9 @@ class _Cutter:
                 self.states[value.name] = split(0, batch // runs)
                 self.refs[value.name, self.states[value.name]] = self.refs.pop((value.name, I))
         self.of_batch = {value.name for value in program.inputs if self.states[value.name] != I}
+        self.drawn: set[str] = set()  # what is computed from random numbers, of which each run has its own
+        self.written = {name for op in program.ops for name in writes(op)}
+        self.rewriting: list[Op] = []  # ops that would write a buffer in each run, with other numbers
         given = (*program.inputs, *(buffer.value for buffer in program.buffers))
         self.hoistable = {value.name for value in given if not value.requires_grad}
         self.hoisted: list[tuple[str, State]] = []
@@ -92,9 +100,8 @@ class _Cutter:
     def cut(self) -> TrainingStep:
         for op in self.program.ops:
             self._op(op)
-        written = (op for op in self.program.ops if writes(op) and not row_of(op).writes)  # which writes where it mixes
-        if writer := next(written, None):
-            self._refuse(f"each of them would write {writes(writer)[0]}", writer)
+        for op in self.rewriting:
+            self._refuse_write(op)
         ends = [(output, *self._output(output)) for output in self.program.outputs]
         made = dead(self.builder.program(replace(output, value=ref.name) for output, ref, _ in ends))
         given = [self.states[value.name] for value in self.program.inputs]
@@ -110,6 +117,11 @@ class _Cutter:
         """Emit an op in the way that takes least, and say what its results are over the runs."""
         if self._certain(op):
             self.hoistable.update(result.name for result in op.results)
+        if is_random(op, self.fits[op.name]) or not self.drawn.isdisjoint(op.operands):
+            self.drawn.update(result.name for result in op.results)
+        if not self.written.isdisjoint(op.operands) and not row_of(op).writes:  # which writes where it mixes
+            self._of_written(op)
+            return
         ways = [candidate(op, self.fits[op.name], self.program.values, (INVARIANT,))]
         if not self.of_batch.isdisjoint(op.operands):
             self.of_batch.update(result.name for result in op.results)
@@ -117,8 +129,7 @@ class _Cutter:
         chosen = min(ways, key=lambda way: self._effort_of(op, way))
         effort = self._effort_of(op, chosen)
         if effort >= HOISTED and op.results[0].name in self.hoistable:
-            for result in op.results:
-                del self.states[result.name]
+            self._leave(op)
             return
         if math.isinf(effort):
             if op is self.program.op[op.name] and (shared := self._shared(op)):
@@ -127,6 +138,26 @@ class _Cutter:
             self._refuse_mixing(op)
         self._emit(op, chosen)
         self.states |= {result.name: _state(layout[0]) for result, layout in zip(op.results, chosen.results, strict=True)}
+
+    def _of_written(self, op: Op) -> None:
+        """Leave an op out that reads a buffer before it is written; emit one that writes, if all runs write the same."""
+        if self._certain(op):
+            self._leave(op)
+            return
+        whole = candidate(op, self.fits[op.name], self.program.values, (INVARIANT,))
+        if (
+            op.target != "aten.copy_.default"
+            or op.operands[1] in self.written | self.drawn
+            or math.isinf(self._effort_of(op, whole))
+        ):
+            self.rewriting.append(op)
+            return
+        self._emit(op, whole)
+
+    def _leave(self, op: Op) -> None:
+        """Leave an op out of the runs: what is needed of it is hoisted."""
+        for result in op.results:
+            del self.states[result.name]
 
     def _ways(self, op: Op) -> list[Candidate]:
         """All candidates of an op: those of any op of its signature whose values have as many blocks."""
@@ -156,6 +187,8 @@ class _Cutter:
 
     def _refuse_mixing(self, op: Op) -> None:
         """Refuse an op that can be run in none of its ways, with what it reads of the samples: the sum over them, if any."""
+        if writer := self._writer(op):
+            self._refuse_write(writer)
         fitted, reads = self.fits[op.name], [name for name in op.operands if self.states.get(name, I) != I]
         summed = next((self._sum(name) for name in reads if self.states[name] == P), None)
         if fitted and summed:
@@ -166,6 +199,22 @@ class _Cutter:
         why = "mixes the samples of the batch" if fitted else "has no rule that says what becomes of the batch"
         value = next((self.program.values[name] for name in reads), None)
         self._refuse(f"{op.target} {why}", op, value=value)
+
+    def _writer(self, op: Op) -> Op | None:
+        """The op that writes into a buffer what is computed from the results of an op, if these have no gradient."""
+        found = {result.name for result in op.results if not op.requires_grad}
+        for later in self.program.ops:
+            if not found.isdisjoint(later.operands):
+                if self.written.intersection(writes(later)):
+                    return later
+                found.update(result.name for result in later.results)
+        return None
+
+    def _refuse_write(self, op: Op) -> None:
+        """Refuse an op that writes, or reads, a buffer that the runs would write with other numbers each."""
+        buffer = next(name for name in op.operands if name in self.written)
+        fix = "microbatches=1; or write what depends on no sample, outside of forward (a running mean, a queue)"
+        self._refuse(f"each of them would write {buffer}", op, fix)
 
     def _sum(self, name: str) -> Op:
         """The op that has added up the samples, of a value that has addends in the runs."""
@@ -202,6 +251,7 @@ class _Cutter:
         """How the producer of a value that does not depend on the batch makes a part of it; None if it does not."""
         if (name, want) not in self.makers:
             op = self.program.producer.get(name) if name not in self.of_batch else None
+            op = op if op and self.written.isdisjoint(op.operands) else None
             self.makers[name, want] = self._making(op, name, want) if op else None
         return self.makers[name, want]
 
@@ -227,7 +277,7 @@ class _Cutter:
     def _hoist(self, name: str, want: State) -> Ref:
         """A value computed once per step, as an additional input of the micro-batch program."""
         old = self.program.values[name]
-        value = replace(old, name=f"ahead:{name}{'' if want == I else '/part'}", shape=self._shape(old, want))
+        value = replace(old, name=f"{AHEAD}{name}{'' if want == I else '/part'}", shape=self._shape(old, want))
         self.hoisted.append((name, want))
         self.builder.inputs += (value,)
         self.builder.values[value.name] = value

@@ -9,7 +9,8 @@ They are those of `analysis.regions`, which end with blocks, cut further
     between two matrix products                      where no more bytes pass than where the region begins or ends
 
 so that stages are more equal than whole blocks allow: of 32 blocks, and a head that is nearly as dear as two, four ranks have
-about 8 1/2 blocks each. `fine_starts` cuts between any two matrix products.
+about 8 1/2 blocks each. `fine_starts` cuts between any two matrix products. None cuts between what reads a buffer and what
+writes it, which is one stage's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from autopar.analysis.recomputability import is_random
 from autopar.analysis.regions import regions
 from autopar.analysis.weights import weights
 from autopar.ir.mesh import Bytes
-from autopar.ir.program import Program, remembered
+from autopar.ir.program import Op, Program, remembered
 from autopar.operators import row_of, writes
+from autopar.passes.microbatches import AHEAD
 
 
 @remembered
@@ -32,7 +34,7 @@ def stage_starts(program: Program) -> tuple[int, ...]:
     ends, passing = frozenset(regions(program)), passing_bytes(program)
     wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing)})
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
-    return tuple(sorted({*wide[:-1], *narrow}))
+    return tuple(sorted({*wide[:-1], *narrow} - _of_one_stage(program)))
 
 
 @remembered
@@ -41,7 +43,32 @@ def fine_starts(program: Program) -> tuple[int, ...]:
     products of a region."""
     starts = stage_starts(program)
     between = (_between(program, first, stop) for first, stop in itertools.pairwise((*starts, len(program.ops))))
-    return tuple(sorted({*starts, *itertools.chain.from_iterable(between)}))
+    return tuple(sorted({*starts, *itertools.chain.from_iterable(between)} - _of_one_stage(program)))
+
+
+@remembered
+def _of_one_stage(program: Program) -> frozenset[int]:
+    """The places behind ops that read a buffer, or what it held before a step, up to the op that writes it."""
+    found: set[int] = set()
+    readers: dict[str, int] = {}
+    for place, op in enumerate(program.ops):
+        for name in op.operands:
+            readers.setdefault(name, place)
+        for name in writes(op):
+            held = {name, *(above for above in _above(program, op) if above.startswith(AHEAD))}
+            found.update(range(min(readers[one] for one in held) + 1, place + 1))
+    return frozenset(found)
+
+
+def _above(program: Program, op: Op) -> set[str]:
+    """The values that an op depends on."""
+    found, left = set(op.operands), [*op.operands]
+    while left:
+        producer = program.producer.get(left.pop())
+        more = set(producer.operands) - found if producer else set[str]()
+        found |= more
+        left += more
+    return found
 
 
 def _read_again(program: Program, ends: Collection[int], passing: Sequence[Bytes]) -> Iterator[int]:

@@ -44,12 +44,13 @@ class Stage:
     sent: tuple[str, ...]
 
 
-def cut(program: Program, starts: Sequence[int]) -> tuple[Stage, ...]:
+def cut(program: Program, starts: Sequence[int], hoisted: Program | None = None) -> tuple[Stage, ...]:
     """The stages of a program that begin with these ops.
 
     Args:
         program: in normal form; of one micro-batch, where a step has several.
         starts: places of ops, increasing, the first one 0.
+        hoisted: what computes the last inputs of the program: a stage stores the buffers that those are made of which it reads.
 
     Raises ConstraintError for starts that are not, and where a buffer that one stage writes is read by another.
     """
@@ -59,7 +60,7 @@ def cut(program: Program, starts: Sequence[int]) -> tuple[Stage, ...]:
             operators=f"{len(program.ops)}, from 0",
             fix="increasing numbers, the first one 0",
         )
-    return _Cutter(program, starts).cut()
+    return _Cutter(program, starts, hoisted).cut()
 
 
 def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
@@ -74,8 +75,10 @@ def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 class _Cutter:
     """`stage_of` holds the stage of each op by name, but not of those that each stage makes again for itself."""
 
-    def __init__(self, program: Program, starts: Sequence[int]) -> None:
+    def __init__(self, program: Program, starts: Sequence[int], hoisted: Program | None) -> None:
         self.program, self.count = program, len(starts)
+        self.ahead = _made_of(program, hoisted) if hoisted else {}
+        self.hoisting = frozenset[str]().union(*self.ahead.values())
         again = made_again(program)
         self.stage_of = {
             op.name: bisect_right(starts, place) - 1 for place, op in enumerate(program.ops) if op.name not in again
@@ -107,6 +110,7 @@ class _Cutter:
                 ops.append(op)
                 needed.update(op.operands)
         made = {result.name for op in ops for result in op.results}
+        needed.update(*(self.ahead[name] for name in self.ahead.keys() & needed))
         outside = sorted((name for name in needed - made if name in self.program.producer), key=self.order.__getitem__)
         received = tuple(self.program.values[name] for name in outside)
         program = Program(
@@ -119,7 +123,7 @@ class _Cutter:
         return Stage(program=program, received=tuple(outside), sent=sent)
 
     def _stores(self, stage: int, held: Parameter, needed: set[str]) -> bool:
-        if held.used:
+        if held.used or held.value.name in self.hoisting:
             return held.value.name in needed
         return next((self.last[path] for path in _around(held.value.name) if path in self.last), 0) == stage
 
@@ -131,10 +135,21 @@ class _Cutter:
                 if len(readers) > 1:
                     raise ConstraintError(
                         f"{name} is written by one stage of the pipeline and read by another",
+                        module=op.module or "the model itself",
                         stages=", ".join(map(str, readers)),
                         at=op.source,
-                        fix="a cut elsewhere",
+                        fix="a cut elsewhere: stages= modules, so that one stage has all of its readers; or a buffer for each",
                     )
+
+
+def _made_of(program: Program, hoisted: Program) -> dict[str, frozenset[str]]:
+    """The buffers of which each hoisted input of a program is made."""
+    made = {buffer.value.name: frozenset([buffer.value.name]) for buffer in hoisted.buffers}
+    for op in hoisted.ops:
+        of = frozenset[str]().union(*(made.get(name, ()) for name in op.operands))
+        made |= {result.name: of for result in op.results}
+    inputs = program.inputs[len(hoisted.inputs) :]
+    return {value.name: made.get(output.value, frozenset()) for value, output in zip(inputs, hoisted.outputs, strict=True)}
 
 
 def _around(name: str) -> Iterator[str]:

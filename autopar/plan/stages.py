@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import analyse
@@ -13,6 +13,7 @@ from autopar.ir.layout import I, Layout, Shape, text
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import MicrobatchLoop, StageEnds, TrainingStep
+from autopar.passes.dead_code_elimination import dead
 from autopar.passes.microbatches import batch_of
 from autopar.passes.stages import Stage, cut, shared_parameters
 from autopar.plan.assignment_text import as_planned, check_step, resolve
@@ -35,19 +36,15 @@ class StageSteps:
     """The steps of the stages that a step is cut into, one after the other: each is told what it receives, and how."""
 
     def __init__(self, step: TrainingStep, starts: Sequence[int]) -> None:
-        self.step, self.stages = step, cut(step.program, starts)
-        program = step.program
+        hoisted, program = step.loop.hoisted if step.loop else None, step.program
+        self.step, self.stages = step, cut(program, starts, hoisted)
         self._random = {op.name for op in program.ops if is_random(op, fit_of(program, op.name))}
-        hoisted = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
-        self.hoisting = {name for op in hoisted for name in op.operands}  # buffers among them are of every stage
+        self.hoisting = {name for op in (hoisted.ops if hoisted else ()) for name in op.operands}
 
     def made(self, place: int, layouts: Mapping[str, Layout], flights: int = 1, repeats: int = 1) -> TrainingStep:
         """The step of a stage, by the layouts in which the one before it sends, the micro-batches in flight, and as how many
         all of them count where it is priced."""
         stage, last = self.stages[place], place == len(self.stages) - 1
-        held = {buffer.value.name for buffer in stage.program.buffers}
-        more = (b for b in self.step.program.buffers if b.value.name in self.hoisting - held)
-        program = replace(stage.program, buffers=(*stage.program.buffers, *more))
         before = (op.name for earlier in self.stages[:place] for op in earlier.program.ops)
         ends = StageEnds(
             received=tuple((name, layouts[name]) for name in stage.received),
@@ -57,7 +54,8 @@ class StageSteps:
             flights=flights,
             repeats=repeats,
         )
-        return TrainingStep(program=program, loop=self._loop(program), padding=self._padding(program, last=last), stage=ends)
+        loop, padding = self._loop(stage.program), self._padding(stage.program, last=last)
+        return TrainingStep(program=stage.program, loop=loop, padding=padding, stage=ends)
 
     def _padding(self, program: Program, *, last: bool) -> tuple[tuple[str, Shape], ...]:
         """The padding of parameters, and of the outputs of the last stage: what stages send to each other keeps its padding."""
@@ -75,6 +73,18 @@ class StageSteps:
             inputs=tuple(states.get(value.name, I) for value in program.inputs),
             outputs=tuple(states.get(output.value, I) for output in program.outputs),
         )
+
+
+def hoisting(step: TrainingStep, read: Collection[str]) -> MicrobatchLoop | None:
+    """The loop of a step that hoists no more than these of its inputs, if there is one."""
+    loop = step.loop
+    if loop is None or loop.hoisted is None:
+        return loop
+    given = len(loop.hoisted.inputs)
+    kept = [number for number, value in enumerate(step.hoisted) if value.name in read]
+    ends = tuple(loop.hoisted.outputs[number] for number in kept)
+    inputs = (*loop.inputs[:given], *(loop.inputs[given + number] for number in kept))
+    return replace(loop, hoisted=dead(replace(loop.hoisted, outputs=ends)) if kept else None, inputs=inputs)
 
 
 def loss_of(program: Program) -> str:
@@ -162,4 +172,13 @@ def _check_sent(pipeline: Pipeline, program: Program, stages: Sequence[Stage], f
             raise PlanError(f"the plan is damaged: its pipeline.{what} are not those of its stages", fix="make the plan again")
 
 
-__all__ = ["ResolvedPipeline", "StageSteps", "crossing_values", "differentiated", "loss_of", "read_any", "read_pipeline"]
+__all__ = [
+    "ResolvedPipeline",
+    "StageSteps",
+    "crossing_values",
+    "differentiated",
+    "hoisting",
+    "loss_of",
+    "read_any",
+    "read_pipeline",
+]
