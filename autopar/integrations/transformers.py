@@ -47,6 +47,7 @@ UNSUPPORTED = {  # arguments of the library that reach into a module of its own,
     "label_smoothing_factor": "a forward that computes the smoothed loss",
     "neftune_noise_alpha": "a forward that adds the noise",
 }
+FULL_EVAL = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what NAME_full_eval casts the module to, behind training
 
 
 def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, **options: object) -> None:
@@ -90,6 +91,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         for name, fix in UNSUPPORTED.items():
             if asked := getattr(options.get("args"), name, None):
                 raise InputError(f"{name}={asked!r} is not supported: the graph of the module is fixed", fix=fix)
+        _check_full_eval(parallel, options.get("args"))
         if options.get("compute_loss_func") is not None:
             raise InputError("compute_loss_func is not supported", fix="a forward that computes the loss, and plans it")
         super().__init__(model=parallel, **options)
@@ -297,6 +299,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prepared = self.optimizer
         own: torch.optim.Optimizer = prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else prepared
         return own
+
+
+def _check_full_eval(parallel: nn.Module, args: object) -> None:
+    """Raise InputError for arguments by which evaluation casts the module to another dtype than the plan's."""
+    dtypes = {parameter.dtype for parameter in parallel.parameters() if parameter.is_floating_point()}
+    for name, dtype in FULL_EVAL.items():
+        if getattr(args, f"{name}_full_eval", False) and dtypes - {dtype}:
+            held = next(iter(dtypes - {dtype}))
+            raise InputError(
+                f"{name}_full_eval=True casts the module to {dtype} when training has ended, and its plan computes with {held}",
+                fix=f'leave it out, and parallelize with precision="{name}-mixed" to compute in {name}, evaluation too',
+            )
 
 
 def counted_labels(model: nn.Module) -> tuple[slice | EllipsisType, ...] | None:

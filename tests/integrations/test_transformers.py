@@ -243,6 +243,18 @@ def test_arguments_that_reach_into_the_module_are_refused(tmp_path: Path, option
         Trainer(parallel, source, args=arguments(tmp_path, 8), compute_loss_func=len)
 
 
+def test_evaluation_in_another_dtype_is_refused_before_training(tmp_path: Path) -> None:
+    """Before, `trainer.evaluate()` was refused, behind training: the library casts the module then."""
+    source, args = model(False), arguments(tmp_path, 8, bf16_full_eval=True)
+    for precision in (None, "bf16-mixed"):
+        parallel = autopar.parallelize(source, SAMPLE, (1,), device="h100", precision=precision)
+        with pytest.raises(InputError, match=r'bf16_full_eval=True casts the module to torch.bfloat16.*\n.*"bf16-mixed"'):
+            Trainer(parallel, source, args=args, train_dataset=DATA, eval_dataset=DATA)
+    parallel = autopar.parallelize(source, SAMPLE, (1,), device="h100", precision="bf16")
+    trainer = Trainer(parallel, source, args=args, train_dataset=DATA, eval_dataset=DATA)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
     source = model(False)
     parallel = autopar.parallelize(source, SAMPLE, (1,))
