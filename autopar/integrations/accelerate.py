@@ -52,6 +52,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **options)
         self.seed = seed
         self.parallel: ParallelModule | None = None
+        self._ranks_of: tuple[ParallelModule, list[int]] | None = None  # a module, and the ranks of its shares
 
     def prepare(self, *args: object, device_placement: list[bool] | None = None) -> object:
         """Prepare a parallel module, loaders, optimizers and schedulers, in any order."""
@@ -177,9 +178,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor.contiguous())
-        ranks: list[int] = [0] * len(parts)
-        dist.all_gather_object(ranks, self.parallel.data_rank)
-        return torch.cat([parts[ranks.index(share)] for share in range(self.parallel.data_world)])
+        return torch.cat([parts[rank] for rank in self._ranks_with_shares(self.parallel)])
+
+    def _ranks_with_shares(self, parallel: ParallelModule) -> list[int]:
+        """A rank that has each share of the samples, which ranks tell each other once; every rank calls it."""
+        if self._ranks_of is None or self._ranks_of[0] is not parallel:
+            shares: list[int] = [0] * dist.get_world_size()
+            dist.all_gather_object(shares, parallel.data_rank)
+            self._ranks_of = parallel, [shares.index(share) for share in range(parallel.data_world)]
+        return self._ranks_of[1]
 
     def _own_optimizers(self) -> list[torch.optim.Optimizer]:
         """The prepared optimizers themselves, which the library wraps."""

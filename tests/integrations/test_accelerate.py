@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import accelerate
 import pytest
@@ -128,6 +129,21 @@ def test_what_an_evaluation_gathers_is_whole_and_in_order(pool: WorkerPool, stra
             assert torch.equal(y, target)
             torch.testing.assert_close(losses, expected["loss"].detach().expand(2))
             assert ranks.tolist() == [0, 1]
+
+
+def asked(turns: int) -> int:
+    """How often a rank asks others which share of the samples they have, in so many gathers."""
+    launched()
+    parallel, accelerator = made(Net(), "fsdp"), Accelerator(cpu=True)
+    parallel = accelerator.prepare(parallel)
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as asking:
+        for _ in range(turns):
+            accelerator.gather(torch.full((BATCH // parallel.data_world,), parallel.data_rank))
+    return asking.call_count
+
+
+def test_ranks_tell_their_shares_once(pool: WorkerPool) -> None:
+    assert pool.run(f"{__name__}:asked", 3, ranks=2) == [1, 1]
 
 
 def rates(strategy: str | None) -> list[float]:
