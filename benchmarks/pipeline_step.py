@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
+from rounds import count, quartiles
 from sleeping_stages import CASES
 from torch_pipeline import LAYERS, MICROBATCHES, RANKS, SHAPE, Rounds
 
@@ -49,7 +50,7 @@ def beside_torch(rounds: int, *, compiled: bool) -> str:
         f"{'variant':<20}{'step ms':>9}  {'quartiles':<19}{'CPU ms':>8}{'MiB' if memory else '':>6}".rstrip(),
     ]
     for name, seconds in found.steps.items():
-        low, middle, high = (1e3 * q for q in statistics.quantiles(seconds, n=4))
+        low, middle, high = (1e3 * q for q in quartiles(seconds))
         spread, used = f"{low:.1f} .. {high:.1f}", 1e3 * statistics.median(found.processors[name])
         lines.append(f"{name:<20}{middle:>9.1f}  {spread:<19}{used:>8.0f}" + (f"{memory[name] / MIB:>6.0f}" if memory else ""))
     more = f"; memory {memory['autopar'] / memory['torch']:.3f} of torch's" if memory else ""
@@ -74,7 +75,7 @@ def beside_the_clock() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=count, default=15)
     parser.add_argument("--compiled", action="store_true", help="compile the stages of both")
     parser.add_argument("--save", action="store_true", help=f"write to {RESULTS.name}/")
     options = parser.parse_args()

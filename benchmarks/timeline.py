@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from models import MODELS, make
+from rounds import count
 from steps import Job
 from training import machine, plan_of, profiled, spearman
 
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
     parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
     parser.add_argument("--variants", default="ddp,fsdp,megatron,auto", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--device", help="of the plans: a catalog entry or a profile; default: this machine is measured first")
     parser.add_argument("--trace", type=Path, help="a folder for the traces of every variant, simulated and measured")
     return parser

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import transformers
 from models import EVERY, MODELS, WORKLOADS, make
+from rounds import count, quartiles
 from steps import COMPILED, OPTIMIZERS, Job, Times
 
 import autopar
@@ -120,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _line(row: Row, rows: Mapping[str, Row]) -> str:
-    low, middle, high = (1e3 * q for q in statistics.quantiles(row.times.step, n=4))
+    low, middle, high = (1e3 * q for q in quartiles(row.times.step))
     spread = f"{low:.1f} .. {high:.1f}"
     line = f"{row.variant:<20}{middle:>9.1f}  {spread:<17}{1e3 * statistics.median(row.times.update):>7.1f}"
     line += f"{row.times.warm:>9.1f}"
@@ -138,7 +139,7 @@ def _line(row: Row, rows: Mapping[str, Row]) -> str:
 
 def _ratio(row: Row, other: Row) -> Sequence[float]:
     """The quartiles, over the rounds, of one variant's step over another's."""
-    return statistics.quantiles([a / b for a, b in zip(row.times.step, other.times.step, strict=True)], n=4)
+    return quartiles([a / b for a, b in zip(row.times.step, other.times.step, strict=True)])
 
 
 def _name(row: Row) -> str:
@@ -220,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--workloads", action="store_true", help=f"more models, for {KINDS['workloads']}")
     parser.add_argument("--processes", action="append", type=int, help="default: 2 and 4")
     parser.add_argument("--variants", help=f"default: {','.join(VARIANTS)}; random0, random1, ... as well, NAME{COMPILED}")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=count, default=15)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="single", help="which AdamW; default: %(default)s")
     parser.add_argument("--device", help="of the plans: a catalog entry or a profile; default: this machine is measured first")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
