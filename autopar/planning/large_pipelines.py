@@ -1,4 +1,4 @@
-"""The search for a pipeline of a large program, which is not searched to the end: guess, settle, refine.
+"""The search for a pipeline of a large program, which is not searched to the end: what promises most comes first.
 
     guess      the first stage is planned with one micro-batch in flight and plenty of memory; the others are guessed from it.
                More micro-batches, or ranks, are left out when the last ones made the step longer, and fewer when more made it
@@ -42,7 +42,7 @@ from autopar.solver.settings import SearchSettings
 FULL = 4  # micro-batches for each rank from which the search goes up or down at first
 CHEAPEST = 0.25  # of what is made again, as what is cheapest is: stages of GPT-3 take 0.4 to 6% longer where 8% would be all
 LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
-REFINED = 3  # pairs of ranks and micro-batches for which all schedules are tried: of Llama-3 70B on 512 the third one wins
+REFINED = 3  # pairs of ranks and micro-batches of which all schedules are tried
 
 
 class LargePipelineSearch(PipelineTrials):
@@ -104,8 +104,8 @@ class LargePipelineSearch(PipelineTrials):
             self.refused.append(error)
             return math.inf
         stages = guessed(first, cuts.shares(cut.starts))
-        over_limit = max(0, first.peak - over.planner.limit) / max(1, first.peak - first.alone)
-        self._hoped.append(Hope(over=over, runs=runs, stages=stages, dropped=min(1.0, over_limit)))
+        dropped = max(0, first.peak - over.planner.limit) / max(1, first.peak - first.alone)
+        self._hoped.append(Hope(over=over, runs=runs, stages=stages, dropped=min(1.0, dropped)))
         return cut.waits_filled(stages)[1]
 
     @property
@@ -125,11 +125,11 @@ class LargePipelineSearch(PipelineTrials):
         tried = {(one.over, one.runs) for one in self._hoped}
         refined = 0
         while (best := self._most_promising()) is not None:
-            self._hoped.remove(best)
             over, runs, ways = best.over, best.runs, list(forms(best.over.options, best.over.ranks))
             if refined < REFINED:
                 ways.sort(key=lambda way: self._hoped_by(best, way))
             found = self.schedules(over, runs, filter(self._promises(best), ways if refined < REFINED else ways[:1]))
+            self._hoped.remove(best)  # now: at the deadline what is left to hope for is still planned
             refined += found < math.inf
             if found == math.inf and over.options.microbatches == AUTO and self.short:
                 more = next((other for other in counts(self.program) if other >= 2 * runs), runs)

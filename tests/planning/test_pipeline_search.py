@@ -30,6 +30,7 @@ from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.pipeline_space import Hope, PipelineAxis, climbed
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.pipeline_trials import PipelineTrials
+from autopar.planning.plan_search import limited
 from autopar.planning.planner import connected_mesh, plan_program, planned_mesh, read_program
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from tests.support import models, planning
@@ -215,6 +216,15 @@ def test_at_the_time_limit_a_large_program_has_a_plan_after_the_first_guess(monk
     assert "until the time_limit of 1e-09 s" in found.searched
     assert found.step_time >= plan(blocks(), (4,), pipeline="auto").step_time * (1 - 1e-9)
     assert len(guesses) > 2
+
+
+def test_at_the_time_limit_the_last_that_is_hoped_for_is_planned_where_another_one_was_refused() -> None:
+    asked = Options(microbatches=4, device=device(), pipeline="pp", time_limit=1e-9)
+    search = LargePipelineSearch(blocks(), asked, limited(DEFAULTS, asked))
+    search.over(connected_mesh({"pp": 2}, asked), "pp")
+    search.refused.append(BudgetError("no plan fits"))
+    search.finish()
+    assert search.found is not None
 
 
 def test_what_falls_and_then_rises_is_climbed_to_its_least() -> None:
