@@ -5,7 +5,7 @@
                shorter
     plan       the numbers that promise most by any schedule, and of these the schedules that do, until the others promise no
                less than is known
-    cut anew   the stages of the best plan, by what they were found to take
+    cut anew   of plans that are about as fast as the best, the stages of the one that is fastest then, by what they take
     uncut      they are planned with what they send in the layouts of the whole program, where that is cheaper
 
 Without stages a step is bounded once one number of ranks is guessed. It is planned then where its bound is below all that these
