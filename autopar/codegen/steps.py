@@ -21,7 +21,7 @@ class Steps:
 
     loop: MicrobatchLoop
     hoisted: fx.Graph | None
-    gathered: frozenset[int] = frozenset()
+    gathered: frozenset[int]
 
     def parts(
         self, module: nn.Module, inputs: Sequence[torch.Tensor], whole: Callable[[int, torch.Tensor], torch.Tensor]
