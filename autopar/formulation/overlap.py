@@ -35,6 +35,7 @@ from autopar.ir.mesh import Mesh, Seconds
 from autopar.solver.overlap import outlasting
 
 Sent = Literal["gather", "regather", "reduce"]  # what a bucket sends: for the forward, again for the backward, its gradients
+StepPart = Literal["forward", "backward", "once"]  # of every micro-batch, or once a step
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,11 +111,16 @@ class Overlap:
     def _place(self, region: int, *, backward: bool) -> int:
         return region + len(self.regions.names) * backward
 
-    def excess(self, busy: Mapping[int, Seconds], links: Mapping[tuple[int, int], Seconds]) -> Seconds:
+    def part(self, place: int) -> StepPart:
+        """The part of a step that a place lengthens if it lasts longer; whole passes hide what is sent once."""
+        number = len(self.regions.names)
+        return "once" if place >= 2 * number else "backward" if place >= number else "forward"
+
+    def excess(self, busy: Mapping[int, Seconds], links: Mapping[tuple[int, int], Seconds]) -> list[Seconds]:
         """By how much places outlast what they are busy with, given that and what each link carries by (place, link)."""
         places = range(len(self.parts))
         own = [(busy.get(place, 0.0), [links.get((place, a), 0.0) for a in range(self.count)]) for place in places]
-        return sum(outlasting(own, [(self.parts[place], self.share(place)) for place in places]))
+        return outlasting(own, [(self.parts[place], self.share(place)) for place in places])
 
 
-__all__ = ["Overlap", "Sent"]
+__all__ = ["Overlap", "Sent", "StepPart"]

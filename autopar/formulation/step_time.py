@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import Pricer
-from autopar.formulation.overlap import Overlap, Sent
+from autopar.formulation.overlap import Overlap, Sent, StepPart
 from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
 from autopar.ir.conversion import CARRIED
@@ -120,16 +120,46 @@ def hidden_time(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) 
     overlap = prices.overlap(once=once)
     if overlap is None:
         return 0.0
-    busy, links, saved = defaultdict[int, Seconds](float), defaultdict[tuple[int, int], Seconds](float), 0.0
+    taken, over = _overlapped(events, overlap, prices.analysis)
+    return sum(event.seconds - seconds for event, seconds in zip(events, taken, strict=True)) - sum(over)
+
+
+def parts_of_step(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) -> dict[StepPart, Seconds]:
+    """What of a step is its forwards, its backwards with what is recomputed, and what it does once; together all of it.
+
+    What a link carries for longer than the device is busy belongs to the pass in which that is; what outlasts a whole pass was
+    sent once.
+    """
+    overlap = prices.overlap(once=once)
+    taken = [event.seconds for event in events]
+    found: dict[StepPart, Seconds] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
+    if overlap is not None:
+        taken, over = _overlapped(events, overlap, prices.analysis)
+        for place, seconds in enumerate(over):
+            found[overlap.part(place)] += seconds
+    for event, seconds in zip(events, taken, strict=True):
+        found[_part(event)] += seconds
+    return found
+
+
+def _overlapped(events: Sequence[StepEvent], overlap: Overlap, analysis: Analysis) -> tuple[list[Seconds], list[Seconds]]:
+    """What each event takes, beta of its seconds if it is a hidden message, and by how much each place outlasts that."""
+    busy, links, found = defaultdict[int, Seconds](float), defaultdict[tuple[int, int], Seconds](float), list[Seconds]()
     for event in events:
-        place, ahead = _place(event, overlap, prices.analysis)
+        place, ahead = _place(event, overlap, analysis)
+        found.append(overlap.beta * event.seconds if ahead and place is not None else event.seconds)
         if place is not None:
-            taken = overlap.beta * event.seconds if ahead else event.seconds
-            busy[place] += taken
-            saved += event.seconds - taken
+            busy[place] += found[-1]
             if event.message is not None:
                 links[place, overlap.links[event.message.axis]] += event.seconds
-    return saved - overlap.excess(busy, links)
+    return found, overlap.excess(busy, links)
+
+
+def _part(event: StepEvent) -> StepPart:
+    """The part of a step that an event belongs to."""
+    if event.kind == "optimizer" or (event.message is not None and event.message.once):
+        return "once"
+    return "forward" if event.phase == "forward" else "backward"
 
 
 def unhidden_time(schedule: Schedule, prices: StepPrices) -> Seconds:
@@ -237,4 +267,4 @@ def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Itera
             yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
 
 
-__all__ = ["StepEvent", "StepPrices", "hidden_time", "step_events", "step_time", "unhidden_time"]
+__all__ = ["StepEvent", "StepPrices", "hidden_time", "parts_of_step", "step_events", "step_time", "unhidden_time"]

@@ -30,7 +30,7 @@ from autopar.analysis.analysis import Analysis
 from autopar.analysis.deferrable import deferrable
 from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
-from autopar.formulation.step_time import StepPrices, hidden_time, step_events
+from autopar.formulation.step_time import StepPrices, parts_of_step, step_events
 from autopar.ir.layout import Layout, text
 from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
 from autopar.ir.program import Program
@@ -386,19 +386,10 @@ def _by_value(program: Program, constraints: Mapping[str, str]) -> dict[str, str
 
 def stage_seconds(found: Optimized, prices: StepPrices) -> StageSeconds:
     """What a stage takes for one micro-batch, and once a step, at these prices."""
-    chosen = assignment(found.formulated, found.solution)
-    events = step_events(found.memory_model.liveness.schedule(chosen), prices)
-    total, runs = sum(event.seconds for event in events), found.formulated.analysis.step.microbatches
-    shown = 1 - hidden_time(events, prices, once=chosen.once) / total if total else 1.0
-    later = deferrable(found.formulated.program)
-    weights = shown * sum(
-        prices.weight(found.formulated.program.op[name], chosen.ops[name], w) for name, (_, w) in later.items()
-    )
-    parts: dict[str, Seconds] = {"forward": 0.0, "backward": 0.0, "once": 0.0}
-    for event in events:
-        phase = "forward" if event.phase == "forward" else "backward"
-        once = event.kind == "optimizer" or (event.message is not None and event.message.once)
-        parts["once" if once else phase] += shown * event.seconds
+    chosen, program = assignment(found.formulated, found.solution), found.formulated.program
+    parts = parts_of_step(step_events(found.memory_model.liveness.schedule(chosen), prices), prices, once=chosen.once)
+    weights = sum(prices.weight(program.op[name], chosen.ops[name], w) for name, (_, w) in deferrable(program).items())
+    runs = found.formulated.analysis.step.microbatches
     return StageSeconds(
         forward=parts["forward"] / runs,
         backward_input=(parts["backward"] - weights) / runs,

@@ -15,7 +15,7 @@ from autopar.cost_models.catalog import DEVICES
 from autopar.errors import MeshError
 from autopar.formulation.overlap import Overlap
 from autopar.formulation.read_solution import assignment
-from autopar.formulation.step_time import StepEvent, StepPrices, hidden_time, step_events, step_time
+from autopar.formulation.step_time import StepEvent, StepPrices, hidden_time, parts_of_step, step_events, step_time
 from autopar.memory.schedule import Schedule
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
@@ -41,8 +41,11 @@ def optimized(name: str, strategy: str, runs: int, beta: float) -> Optimized:
 
 
 def events_of(found: Optimized) -> list[StepEvent]:
-    schedule = Schedule(found.formulated.program, assignment(found.formulated, found.solution))
-    return step_events(schedule, found.formulated.step_prices)
+    return step_events(_schedule(found), found.formulated.step_prices)
+
+
+def _schedule(found: Optimized) -> Schedule:
+    return Schedule(found.formulated.program, assignment(found.formulated, found.solution))
 
 
 def at(found: Optimized, beta: float) -> float:
@@ -50,8 +53,7 @@ def at(found: Optimized, beta: float) -> float:
     formulated = found.formulated
     device = replace(formulated.prices.device, interference=beta)
     prices = replace(formulated.prices, mesh=replace(formulated.mesh, device=device))
-    schedule = Schedule(formulated.program, assignment(formulated, found.solution))
-    return step_time(schedule, StepPrices(formulated.analysis, prices))
+    return step_time(_schedule(found), StepPrices(formulated.analysis, prices))
 
 
 CASES = [
@@ -74,6 +76,21 @@ def test_the_objective_is_the_step_s_law_but_for_latencies(name: str, strategy: 
     assert objective == pytest.approx(solution.seconds, rel=1e-6)
     seconds, latency = at(found, beta), latencies(found.formulated.prices, events)
     assert -1e-9 * seconds <= seconds - objective <= latency + 1e-9 * seconds
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name, strategy, runs", CASES)
+def test_computing_takes_what_it_takes_in_every_pass_whatever_hides_beside_it(name: str, strategy: str, runs: int) -> None:
+    found = optimized(name, strategy, runs, 0.45)
+    events, prices, once = events_of(found), found.formulated.step_prices, found.formulated.once
+    parts = parts_of_step(events, prices, once=once)
+    assert sum(parts.values()) == pytest.approx(step_time(_schedule(found), prices), rel=1e-12)
+    hidden = sum(event.seconds for event in events) - sum(parts.values())
+    for part, phases in (("forward", {"forward"}), ("backward", {"backward", "recompute"})):
+        own = [one for one in events if one.phase in phases and one.kind != "optimizer"]
+        computing = sum(one.seconds for one in own if one.message is None)
+        repeated = sum(one.seconds for one in own if one.message is None or not one.message.once)
+        assert max(computing, repeated - hidden) * (1 - 1e-9) <= parts[part] <= repeated * (1 + 1e-9)
 
 
 @pytest.mark.one_in(3)
@@ -160,7 +177,7 @@ def test_the_whole_pass_outlasts_its_parts(
     overlap = Overlap.of(found.analysis, found.mesh, once=False)
     assert overlap is not None
     assert len(overlap.parts) == 8
-    assert overlap.excess(busy, links) == pytest.approx(expected)
+    assert sum(overlap.excess(busy, links)) == pytest.approx(expected)
 
 
 def test_without_a_gain_there_are_no_regions_and_nothing_is_hidden() -> None:
