@@ -107,8 +107,8 @@ def _between(program: Program, first: int, stop: int) -> Iterator[int]:
 
 
 @remembered
-def passing_bytes(program: Program) -> list[Bytes]:
-    """How many bytes are sent from a stage to the next if that begins with an op, for each of them."""
+def passing_bytes(program: Program, *, back: bool = False) -> list[Bytes]:
+    """How many bytes are sent from a stage to the next if that begins with an op, for each of them; or `back`, as gradients."""
     again, last = made_again(program), dict[str, int]()
     for place, op in enumerate(program.ops):
         if op.name not in again:
@@ -117,7 +117,7 @@ def passing_bytes(program: Program) -> list[Bytes]:
     change = [0] * (len(program.ops) + 1)
     for place, op in enumerate(program.ops):
         for result in op.results if op.name not in again else ():
-            if (until := last.get(result.name, 0)) > place:
+            if (until := last.get(result.name, 0)) > place and (result.requires_grad or not back):
                 change[place + 1] += result.bytes
                 if until < len(program.ops):
                     change[until + 1] -= result.bytes

@@ -1,40 +1,48 @@
 """The least that a step in pipeline stages takes, wherever the program is cut and whatever the layouts: proven without a cut.
 
 Let B(m) bound from below the price of m micro-batches in one stage, the whole program on the mesh without the pipeline's axis,
-in whatever memory. Stages share its work, and what crosses a cut, runs in several stages or is stored by several comes on top:
-with t the seconds of all stages for one micro-batch and o what they do once, m t + o >= B(m). Of p ranks
+in whatever memory, and F that of the forward of one. Stages share this work, and what crosses a cut, runs in several stages or
+is stored by several comes on top: with t the seconds of all stages for one micro-batch, f those of its forward, and o what they
+do once, m t + o >= B(m) for every m, and f >= F. With the duals of `cut_bound`, of all cuts by the schedule,
 
-    (mean)   T >= (m t + o) / p                                    one of them has so much to do
-    (path)   T >= C t,  C = 1 / (1 - (1 - 1/m)^p)                    each with one stage, backwards in one piece
+    T >= messages + work t + forward f + once o >= messages + once B(work / once) + forward F
 
-where (path) is the sum of the bound of `pipeline.stage_search` of that name over the stages, so weighted that all count alike.
-The n-fold of t is bounded with them: (mean) times p C / (p C + n) and (path) times the rest say that, for every n,
+where a message takes at least as long as the fewest bytes that pass between two stages, split over all devices of one. Stages
+may send weights in fewer buckets than the whole program: a few latencies may be missing, which count in tiny models only. Where
+work / once is no whole number, the next one is taken, of less of the price, but `MANY` at most; and F is at least what so many
+forwards take, but for what these do once. With s, the seconds of o that are then counted too often, of p ranks that have
+m t + o <= p T to do,
 
-    T >= C B(m + n) / (p C + n)
+    T >= messages + work t + forward f + once o - s o,    o <= p T - m t,    t >= (B(n) - o) / n
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.layout import I
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.mesh import Link, Mesh, Seconds
+from autopar.ir.program import Parameter, Program, Value
 from autopar.ir.training_step import MicrobatchLoop, TrainingStep
+from autopar.passes.stage_regions import fine_starts, passing_bytes
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.plan.options import Options
+from autopar.plan.options import INFERENCE, Options
 from autopar.plan.stages import StageSteps
+from autopar.planning.cut_bound import least_of_cuts
 from autopar.planning.optimize import analysed, least_price
 from autopar.solver.settings import SearchSettings
 
-WEIGHT = 64  # n in units of p C: what is done once counts for one part in so many
+MANY = 4096  # micro-batches of a step, beside which what is done once hardly counts
+ROUNDING = 1e-6  # of a number of micro-batches
 
 
 def least_step(
     step: TrainingStep,
     mesh: Mesh,
+    link: Link,
     schedule: PipelineSchedule,
     known: Sequence[StageSeconds],
     options: Options,
@@ -45,17 +53,37 @@ def least_step(
     Args:
         step: the whole one, of the program of a micro-batch.
         mesh: of one stage, without the pipeline's axis.
+        link: of the pipeline's axis.
         schedule: of the stages.
-        known: what stages take that were found: they decide which of the bounds is the larger one.
+        known: what stages take that were found: for such the bound is the largest.
         options, settings: as the stages were planned.
     """
-    ranks, runs = len(schedule.ranks), schedule.microbatches
-    path = 1 / (1 - (1 - 1 / runs) ** ranks) if schedule.stages == ranks and not schedule.deferred else 0.0
-    work, once = sum(one.busy for one in known), sum(one.once for one in known)
-    more = math.ceil(WEIGHT * ranks * path) if ranks * path * work > runs * work + once else 0
+    there, back = (least_message(step.program, mesh, link, back=back) for back in (False, True))
+    work, forward, once = (sum(parts) for parts in zip(*((one.busy, one.forward, one.once) for one in known), strict=True))
+    bound = least_of_cuts(schedule, work, forward, once, activations=there, gradients=back)
     whole = StageSteps(step, (0,)).made(0, {})
-    price = least_price(analysed(repeated(whole, runs + more), mesh, options), mesh, options, settings, exact=True)
-    return path * price / (ranks * path + more) if more else price / ranks
+    runs = min(MANY, math.ceil(bound.work / bound.once - ROUNDING)) if bound.once else MANY
+    price = least_price(analysed(repeated(whole, runs), mesh, options), mesh, options, settings, exact=True)
+    share, forwards = bound.work / runs, 0.0
+    if bound.forward:
+        forwards = bound.forward * least_forward(whole, mesh, options, settings)
+    excess, part = max(0.0, share + bound.forward / MANY - bound.once), schedule.microbatches / runs
+    least = bound.messages + (share + excess * part) * price + forwards
+    return least / (1 + excess * (1 + part) * len(schedule.ranks))
+
+
+def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
+    """Seconds that the forward of a micro-batch takes at least, with a share of what is done once for `MANY` of them."""
+    alone = replace(repeated(step, MANY), program=forward_only(step.program))
+    given = replace(options, mode=INFERENCE, outputs="sharded")
+    return least_price(analysed(alone, mesh, given), mesh, given, settings) / MANY
+
+
+def least_message(program: Program, mesh: Mesh, link: Link, *, back: bool) -> Seconds:
+    """Seconds that a message between two stages takes at least, forward or back."""
+    passing = passing_bytes(program, back=back)
+    fewest = min((passing[start] for start in fine_starts(program)[1:]), default=0)
+    return link.send(fewest / math.prod(mesh.sizes)) if fewest else 0.0
 
 
 def repeated(step: TrainingStep, runs: int) -> TrainingStep:
@@ -65,4 +93,22 @@ def repeated(step: TrainingStep, runs: int) -> TrainingStep:
     return step if runs == loop.count else replace(step, loop=replace(loop, count=runs))
 
 
-__all__ = ["least_step"]
+def forward_only(program: Program) -> Program:
+    """The program, with nothing to differentiate."""
+
+    def values(found: Iterable[Value]) -> tuple[Value, ...]:
+        return tuple(replace(value, requires_grad=False) for value in found)
+
+    def held(found: Iterable[Parameter]) -> tuple[Parameter, ...]:
+        return tuple(replace(one, value=replace(one.value, requires_grad=False)) for one in found)
+
+    return replace(
+        program,
+        ops=tuple(replace(op, results=values(op.results)) for op in program.ops),
+        inputs=values(program.inputs),
+        parameters=held(program.parameters),
+        buffers=held(program.buffers),
+    )
+
+
+__all__ = ["least_forward", "least_message", "least_step", "repeated"]

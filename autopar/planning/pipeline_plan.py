@@ -202,7 +202,8 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
         tied=shared_parameters(made.steps.stages),
     )
     stages = tuple(planner.written(one) for one in made.stages)
-    bound = least_step(step, planner.mesh, cut.schedule, made.stage_seconds, planner.options, planner.settings)
+    known = made.stage_seconds
+    bound = least_step(step, planner.mesh, link, cut.schedule, known, planner.options, planner.settings)
     slowest = max(stages, key=lambda one: one.step_time)
     return Plan(
         hash=step.hash,

@@ -207,3 +207,8 @@ def run_cold(solver: highspy.Highs, deadline: Deadline = NEVER, *, steepest: int
 def values(solver: highspy.Highs) -> Floats:
     """The values of all columns."""
     return np.array(solver.getSolution().col_value)
+
+
+def duals(solver: highspy.Highs) -> Floats:
+    """The dual values of all rows."""
+    return np.array(solver.getSolution().row_dual)

@@ -13,14 +13,17 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError, BudgetError
+from autopar.ir.mesh import Link
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import Options
+from autopar.plan.stages import StageSteps
 from autopar.planning import pipeline_search
 from autopar.planning.optimize import analysed, problem_of, solution_time, solved
+from autopar.planning.pipeline_bound import MANY, least_forward
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, staged
 from autopar.planning.pipeline_search import search_pipeline
 from autopar.planning.pipeline_space import PipelineAxis
@@ -29,7 +32,7 @@ from autopar.planning.planner import connected_mesh, read_program, to_plan
 from autopar.planning.stage_plans import FLIGHTS_GAP, StagePlanner
 from autopar.solver.settings import DEFAULTS
 from tests.planning.test_pipeline_search import LENGTH, blocks, device, network, plan
-from tests.support import pipelines
+from tests.support import models, pipelines
 
 FAST = device("nvlink4", per_node=8, rate=2e10)
 further = functools.partial(pytest.param, marks=pytest.mark.thorough)
@@ -66,14 +69,36 @@ def test_no_cut_and_no_strategy_is_faster_than_the_bound_of_any_plan(
     assert 0 < max(bounds) <= min(times)
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "zero1", "fsdp", "megatron"])
+@pytest.mark.parametrize("made", [lambda: pipelines.gpt2(16), further(models.llama), further(models.t5)])
+def test_no_strategy_has_a_faster_forward_than_the_bound(made: Callable[..., Any], strategy: str) -> None:
+    """The sum of what the stages' forwards take, in a device beside whose computing messages hide. Without latencies: stages
+    may gather weights in fewer buckets than the whole program."""
+    hides = replace(FAST, interference=0.45)
+    options = Options(device=hides, strategy=strategy, pipeline="pp", microbatches=2, recompute="none")
+    program, mesh = read_program(*made(), options).program, connected_mesh({"pp": 2, "dp": 2, "tp": 2}, options)
+    mesh = replace(mesh, links=tuple(map(_without_latency, mesh.links)))
+    search = search_pipeline(program, [mesh], options)
+    assert search.found is not None
+    staged, over, asked = search.found
+    whole = StageSteps(staged.steps.step, (0,)).made(0, {})
+    least = least_forward(whole, over.planner.mesh, asked, DEFAULTS)
+    takes, once = (sum(parts) for parts in zip(*((s.forward, s.once) for s in staged.stage_seconds), strict=True))
+    assert 0.5 * takes <= least <= takes + once / MANY
+
+
+def _without_latency(link: Link) -> Link:
+    return replace(link, latency=0.0, lines={kind: (0.0, by_size) for kind, (_, by_size) in link.lines.items()})
+
+
 @functools.cache
 def deep() -> Program:
     return read_program(network(8), torch.randn(64, LENGTH, 128)).program
 
 
-@pytest.mark.parametrize("runs, gap", [further(8, 0.07), (32, 0.04)])
-def test_the_bound_is_near_where_stages_are_equal_and_micro_batches_many(runs: int, gap: float) -> None:
-    """An ideal pipeline of unequal stages is less idle than one of equal ones, by about half of the bubble."""
+@pytest.mark.parametrize("runs, gap", [further(8, 0.02), (32, 0.025), further(64, 0.025)])
+def test_the_bound_is_near_where_stages_are_equal(runs: int, gap: float) -> None:
     found = plan(deep(), {"pp": 2}, pipeline="pp", microbatches=runs, schedule="1f1b", device=FAST)
     assert found.gap < gap
     assert f"other cuts and layouts by 1f1b save at most {found.gap:.1%}" in str(found)

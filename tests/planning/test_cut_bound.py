@@ -1,0 +1,123 @@
+"""The bound of a schedule over all cuts: held against the exact clock of stages that nobody chose well, and reached by some."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.named_schedules import named
+from autopar.pipeline.schedule import PipelineSchedule, parse
+from autopar.pipeline.weight_gradients import waits_filled
+from autopar.planning import cut_bound
+from autopar.planning.cut_bound import least_of_cuts
+from autopar.solver.highs import values
+
+SCHEDULES = [
+    ("gpipe", 3, 1, 4, 0),
+    ("1f1b", 2, 1, 2, 0),
+    ("1f1b", 4, 1, 12, 0),
+    ("1f1b", 4, 1, 9, 3),
+    ("interleaved", 2, 3, 6, 0),
+    ("interleaved", 4, 2, 8, 0),
+    ("zb-h1", 4, 1, 8, 0),
+    ("zb-h1", 4, 1, 10, 2),
+    ("zb-v", 2, 2, 4, 0),
+    ("zb-v", 4, 2, 12, 0),
+]
+MIXED = "0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1W0,1B1"  # a backward in one piece beside one in halves
+further = pytest.mark.thorough
+
+
+def scheduled(name: str, ranks: int, chunks: int, runs: int, ahead: int) -> PipelineSchedule:
+    return parse(MIXED) if name == "mixed" else named(name, ranks, runs, chunks=chunks, ahead=ahead)
+
+
+def sums(stages: list[StageSeconds]) -> tuple[float, float, float]:
+    """What stages take together: for a micro-batch, for its forward, once."""
+    return sum(one.busy for one in stages), sum(one.forward for one in stages), sum(one.once for one in stages)
+
+
+def random_stages(schedule: PipelineSchedule, draw: random.Random, message: float) -> Iterator[list[StageSeconds]]:
+    """Stages of any proportions, and stages that are alike but for their size, some of them empty."""
+    for alike in (False, True) * 6:
+        sizes = [draw.choice((0.0, 1.0, draw.random(), 3 * draw.random())) for _ in range(schedule.stages)]
+        parts = [draw.random() for _ in range(4)]
+        yield [
+            StageSeconds(
+                forward=size * (parts if alike else [draw.random()])[0],
+                backward_input=size * (parts[1] if alike else draw.choice((0.0, draw.random()))),
+                backward_weight=size * (parts[2] if alike else draw.random()),
+                once=size * (parts[3] if alike else 4 * draw.random()),
+                activations=message + draw.choice((0.0, draw.random())),
+                gradients=message + draw.choice((0.0, draw.random())),
+            )
+            for size in sizes
+        ]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=further) for seed in range(1, 12))])
+@pytest.mark.parametrize("named_so", [("mixed", 2, 1, 2, 0), *SCHEDULES], ids=str)
+def test_no_stages_are_faster_than_the_bound_that_others_give(named_so: tuple[str, int, int, int, int], seed: int) -> None:
+    """Each bound holds for all stages, not for those alone by whose sums it was made."""
+    schedule, draw = scheduled(*named_so), random.Random(f"{named_so} {seed}")
+    message = draw.choice((0.0, 0.1))
+    cases = list(random_stages(schedule, draw, message))
+    clock = Clock(schedule)
+    bounds = [least_of_cuts(schedule, *sums(stages), activations=message, gradients=message) for stages in cases]
+    for stages in cases:
+        seconds = clock.seconds(stages) if named_so[0] == "mixed" else waits_filled(schedule, stages)[1]
+        own = sums(stages)
+        for bound in bounds:
+            assert min(bound.messages, bound.work, bound.forward, bound.once) >= 0
+            assert bound.seconds(*own) <= seconds * (1 + 1e-6) + 1e-12
+
+
+@pytest.mark.parametrize("named_so", SCHEDULES[:6], ids=str)
+def test_some_stages_reach_the_bound(named_so: tuple[str, int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all starts, and without a W that a rank could run in parts, those of the solution are, by the exact clock."""
+    schedule, found = scheduled(*named_so), list[list[float]]()
+    monkeypatch.setattr(cut_bound, "WINDOW", 1000)
+    monkeypatch.setattr(cut_bound, "values", lambda solver: found.append(values(solver).tolist()) or np.array(found[-1]))
+    for own in ((3.0, 1.0, 0.0), (3.0, 1.5, 8.0), (1.0, 0.0, 0.1)):
+        bound = least_of_cuts(schedule, *own, activations=0.01, gradients=0.02).seconds(*own)
+        unit = (schedule.microbatches * own[0] + own[2]) / len(schedule.ranks)
+        stages = [
+            StageSeconds(
+                forward=unit * forward, backward_input=unit * first, backward_weight=unit * second, once=unit * once,
+                activations=0.01, gradients=0.02,
+            )
+            for forward, first, second, once in np.array(found[-1])[: 4 * schedule.stages].reshape(-1, 4).tolist()
+        ]  # fmt: skip
+        assert all(reached >= least * (1 - 1e-6) for reached, least in zip(sums(stages), own, strict=True))
+        assert 0.98 * Clock(schedule).seconds(stages) <= bound <= Clock(schedule).seconds(stages) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("ranks, runs, most", [(1, 5, 1.0), (2, 2, 1.0), (2, 9, 1.05), (3, 4, 1.16), (4, 16, 1.09)])
+def test_the_bound_of_1f1b_is_about_that_of_an_ideal_pipeline_of_unequal_stages(ranks: int, runs: int, most: float) -> None:
+    """With c = 1 - 1/m, stage s of c^s times the work of the first makes all of (path) in `pipeline.stage_search` equal: of the
+    work t of all, T = t / (1 - c^p) by any order of work. That of the schedule takes longer."""
+    ideal = 1 / (1 - (1 - 1 / runs) ** ranks)
+    bound = least_of_cuts(scheduled("1f1b", ranks, 1, runs, 0), 1.0, 0.0, 0.0).seconds(1.0, 0.0, 0.0)
+    assert (1 - 1e-3) * ideal <= bound <= most * ideal * (1 + 1e-9)
+
+
+def test_a_message_counts_as_often_as_the_first_micro_batch_crosses() -> None:
+    """Of three ranks by gpipe: two crossings there, two back."""
+    bound = least_of_cuts(scheduled("gpipe", 3, 1, 1, 0), 3.0, 1.0, 0.0, activations=0.5, gradients=0.25)
+    assert bound.seconds(3.0, 1.0, 0.0) == pytest.approx(3.0 + 2 * 0.5 + 2 * 0.25)
+
+
+@pytest.mark.parametrize("named_so", [("1f1b", 4, 1, 48, 0), ("interleaved", 4, 2, 32, 0), ("zb-v", 4, 2, 40, 0)], ids=str)
+def test_a_steady_state_hardly_needs_starts(named_so: tuple[str, int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, own = scheduled(*named_so), (3.0, 1.1, 4.0)
+    few = least_of_cuts(schedule, *own).seconds(*own)
+    monkeypatch.setattr(cut_bound, "WINDOW", 1000)
+    assert few == pytest.approx(least_of_cuts(schedule, *own).seconds(*own), rel=1e-3)
+
+
+def test_what_takes_no_time_is_bounded_by_none() -> None:
+    assert least_of_cuts(scheduled("1f1b", 2, 1, 2, 0), 0.0, 0.0, 0.0).seconds(0.0, 0.0, 0.0) == 0.0
