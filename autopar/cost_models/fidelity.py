@@ -31,7 +31,7 @@ MEASURED: Mapping[tuple[str, str], tuple[int, float, float]] = {
     ("a100-80gb", SEVERAL_NODES): (8, 0.072, 0.078),
     ("a100-40gb", ONE_NODE): (46, 0.022, 0.040),
     ("a100-40gb", SEVERAL_NODES): (29, 0.024, 0.024),
-    ("v100-32gb", ONE_NODE): (18, 0.072, 0.075),
+    ("v100-32gb", ONE_NODE): (18, 0.071, 0.075),
     ("l4", ONE_NODE): (5, 0.055, 0.081),
 }
 

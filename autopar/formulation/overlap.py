@@ -113,8 +113,9 @@ class Overlap:
 
     def part(self, place: int) -> StepPart:
         """The part of a step that a place lengthens if it lasts longer; whole passes hide what is sent once."""
-        number = len(self.regions.names)
-        return "once" if place >= 2 * number else "backward" if place >= number else "forward"
+        if self.parts[place]:
+            return "once"
+        return "backward" if place >= len(self.regions.names) else "forward"
 
     def excess(self, busy: Mapping[int, Seconds], links: Mapping[tuple[int, int], Seconds]) -> list[Seconds]:
         """By how much places outlast what they are busy with, given that and what each link carries by (place, link)."""
