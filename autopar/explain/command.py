@@ -131,7 +131,10 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     refuse(options, ("plan",), saved, "names another one", f"MODEL --plan {options.target}")
     plan = _loaded(options.target)
     needed = [name for name in (*MODEL, "devices") if not (name == "trace" and plan.pipeline)]  # a clock needs only the plan
-    refuse(options, needed, saved, "need the model", f"MODEL --plan {options.target}, with the model that it was planned for")
+    fix = f"MODEL --plan {options.target}, with the model that it was planned for"
+    if plan.pipeline:
+        fix = "MODEL with the options of the plan, which is then made again: it has pipeline stages"
+    refuse(options, needed, saved, "need the model", fix)
     if options.trace:
         _write(options.trace, trace_of(plan))
     if options.energy:

@@ -89,7 +89,12 @@ class Difference:
         return (
             Total(name="step time", unit="s", old=old.step_time, new=new.step_time),
             Total(name="peak memory", unit="B", old=old.peak_memory, new=new.peak_memory),
-            Total(name="bytes sent", unit="B", old=old.bytes_sent, new=new.bytes_sent),
+            Total(
+                name="bytes of collectives" if old.pipeline and new.pipeline else "bytes sent",  # without those between stages
+                unit="B",
+                old=old.bytes_sent,
+                new=new.bytes_sent,
+            ),
             Total(name="simulated", unit="s", old=old.simulated, new=new.simulated),
         )
 

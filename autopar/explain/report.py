@@ -41,16 +41,23 @@ def report(plan: Plan) -> Iterator[Part]:
         if plan.pipeline:
             yield ""
             yield plan.pipeline.title(number)
-        for section in (modules, time, memory):
+        yield ""
+        yield from modules(part, "stage" if plan.pipeline else "model")
+        for section in (time, memory):
             yield ""
             yield from section(part)
 
 
-def modules(plan: Plan) -> Iterator[Part]:
-    """How every module runs and how its parameters are stored: one row for modules that are alike."""
+def modules(plan: Plan, whole: str = "model") -> Iterator[Part]:
+    """How every module runs and how its parameters are stored: one row for modules that are alike.
+
+    Args:
+        plan: of a model or of one of its stages.
+        whole: which of them.
+    """
     breakdown = plan.breakdown
     if all(word == WHOLE for words in (*breakdown.runs.values(), *breakdown.stored.values()) for word in words):
-        yield "nothing is split: every device holds the whole model and does all of the work"
+        yield f"nothing is split: every device holds the whole {whole} and does all of the work"
         return
     table = grid("module", "part", "how it runs or is stored")
     for name, words in _named(plan, INPUT):

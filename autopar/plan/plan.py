@@ -178,9 +178,10 @@ def _read(data: dict[str, Any]) -> dict[str, Any]:
     """What a plan's JSON has as the fields of the plan and its stages; what is none of them is left as it is."""
     if isinstance(mesh := data.pop("mesh", None), dict) and mesh.keys() == {"axes", "sizes", "links"}:
         data |= mesh
-    for entry in data.get("collectives") or ():
-        if isinstance(entry, dict) and "pass" in entry:
-            entry["where"] = entry.pop("pass")
+    if isinstance(sent := data.get("collectives"), list):
+        for entry in sent:
+            if isinstance(entry, dict) and "pass" in entry:
+                entry["where"] = entry.pop("pass")
     if isinstance(stages := data.get("stages"), list):
         data["stages"] = [_read(stage) if isinstance(stage, dict) else stage for stage in stages]
     return data

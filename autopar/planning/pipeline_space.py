@@ -110,7 +110,7 @@ def _forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
     stages, asked = options.stages, options.schedule
     several = tuple(("interleaved", chunks * ranks) for chunks in CHUNKS) if ranks > 1 else ()
     if asked != AUTO:
-        yield from several if (asked, options.pipeline, stages) == ("interleaved", AUTO, AUTO) else [(asked, stages)]
+        yield from several if (asked, stages) == ("interleaved", AUTO) else [(asked, stages)]
         return
     match stages:
         case int():

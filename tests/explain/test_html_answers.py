@@ -24,6 +24,16 @@ def test_why_a_step_is_slow_is_said_by_kernels_and_waiting() -> None:
     assert all(int(rate) <= 100 for rate in re.findall(r"at (\d+)%", said))
 
 
+def test_what_fills_the_memory_of_stages_is_of_the_one_that_holds_most() -> None:
+    plan = explained(2, "fsdp").plan
+    small, large = (
+        replace(plan, peak_memory=peak, breakdown=replace(plan.breakdown, memory={name: peak}))
+        for name, peak in (("gradients", 10), ("saved activations", 20))
+    )
+    staged = replace(plan, stages=(small, large))
+    assert PageAnswers(plan=staged, compared=(), sweep=(), scaling=()).memory == "100% saved activations at the peak."
+
+
 def test_a_faster_mesh_of_as_many_devices_is_said() -> None:
     plan = explained(2, "fsdp").plan
     same = ScalingStep(devices=4, mesh=(4,), step_time=plan.step_time / 2, samples=1)

@@ -122,6 +122,15 @@ def test_kernels_that_take_no_time_are_refused(made: Plan, name: str, value: flo
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("sent", [1.5, True, "all_reduce", {"pass": "forward"}, None])
+def test_collectives_that_are_no_list_are_refused(made: Plan, staged: Plan, sent: object) -> None:
+    for plan in (made, staged):
+        data = json.loads(plan.to_json())
+        (data["stages"][-1] if data["stages"] else data)["collectives"] = sent
+        with pytest.raises(PlanError, match="is damaged"):
+            Plan.from_json(json.dumps(data))
+
+
 def test_what_is_no_json_or_cut_off_is_refused(made: Plan, tmp_path: Path) -> None:
     text = made.to_json()
     for wrong in (*NO_JSON, *(text[: len(text) * part // 10] for part in range(10))):

@@ -65,6 +65,14 @@ def test_chunks_are_interleaved_and_stages_begin_where_the_user_says() -> None:
     assert [pipeline.order.rank_of[stage] for stage in range(4)] == [0, 1, 0, 1]
 
 
+def test_interleaved_stages_need_no_number() -> None:
+    """They are the fastest of two to four a rank."""
+    made = planned("gpt2", {"pp": 2}, schedule="interleaved")
+    times = [planned("gpt2", {"pp": 2}, schedule="interleaved", stages=2 * chunks).step_time for chunks in (2,)]
+    assert len(made.stages) >= 4
+    assert made.step_time <= min(times)
+
+
 def test_memory_counts_the_micro_batches_in_flight() -> None:
     by_schedule = {name: planned(schedule=name, microbatches=4).stages for name in ("gpipe", "1f1b")}
     first, last = ([stages[place].peak_memory for stages in by_schedule.values()] for place in (0, 1))
@@ -140,7 +148,7 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
     ({"schedule": "zb-h1", "microbatches": 1}, ConstraintError, "of one micro-batch", "two, or 1f1b"),
     ({"schedule": "zb-v", "stages": 2}, ConstraintError, "no pipeline schedule zb-v of 2 ranks", "stages=4, or interleaved"),
     ({"schedule": "2f2b"}, ConstraintError, "'2f2b' is not a pipeline schedule", "interleaved"),
-    ({"schedule": "interleaved"}, ConstraintError, "no pipeline schedule interleaved of 2 ranks", "stages=4"),
+    ({"schedule": "interleaved", "stages": 2}, ConstraintError, "no pipeline schedule interleaved of 2 ranks", "stages=4"),
     ({"dynamic": {"batch": 7}}, ConstraintError, "dynamic['batch'] is not a dim of any input", "a dim, a mapping"),
     ({"constraints": {"nothing": "I"}}, ConstraintError, "the constraint 'nothing' names nothing", "a parameter"),
     ({"budget": "20KiB"}, BudgetError, "stage 0 of the pipeline: no plan fits", "budget"),

@@ -62,8 +62,9 @@ class PageAnswers:
 
     @property
     def memory(self) -> str:
-        """What takes most of the memory at the peak."""
-        peak, parts = self.plan.peak_memory, self.plan.breakdown.memory
+        """What takes most of the memory at the peak, of the stage that holds most if there are any."""
+        fullest = max(self.plan.stages or (self.plan,), key=lambda part: part.peak_memory)
+        peak, parts = fullest.peak_memory, fullest.breakdown.memory
         most = sorted(parts.items(), key=lambda pair: -pair[1])[:3]
         if not most or not peak:
             return "Nothing is held."
@@ -110,6 +111,8 @@ class PageAnswers:
         found = self._fsdp
         if self.plan.options["strategy"] == FSDP:
             return "This plan is FSDP."
+        if found is None and self.plan.pipeline:
+            return "Not compared: strategies are planned without stages."
         if found is None:
             return "Not compared: name the model, not a saved plan."
         said = found.relative(auto_of(self.compared)) if found.plan else found.refusal
