@@ -6,6 +6,8 @@ On accelerators each worker has one of its own, NCCL sends, and a measurement en
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,8 @@ from autopar.runtime.world import Axis
 OperandSpec = tuple[tuple[int, ...], torch.dtype, bool, tuple[int, ...]]  # shape, dtype, requires_grad, elements if not 0
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENOUGH: Seconds = 0.02  # duration of one measurement, for which the operation is repeated
+COLD: Bytes = 1 << 26  # of copies of an operator's operands, beyond the caches of a core,
+COPIES = 64  # if these are no more
 ROUNDS = 5  # measurements, of which the median is taken
 LARGE = 8192  # side of the square matrices that are multiplied beside an all-gather,
 PRODUCTS = 10  # so many times, which takes longer than
@@ -122,24 +126,32 @@ def repeated(run: Callable[[], object], noise: list[float]) -> Seconds:
 
 
 def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Seconds, Seconds]:
-    operands = [_tensor(*spec, device) for spec in call.operands]
-    wanted = [tensor for tensor in operands if tensor.requires_grad]
+    """Seconds of an operator's forward and backward, whose operands are not in the caches of a CPU: in a step they are those of
+    other operators."""
+    own = sum(math.prod(shape) * dtype.itemsize for shape, dtype, *_ in call.operands)
+    copies = 1 if device.type != "cpu" else min(COPIES, math.ceil(COLD / max(own, 1)))
+    operands = itertools.cycle([[_tensor(*spec, device) for spec in call.operands] for _ in range(copies)])
     target = overload(call.target)
 
-    def forward() -> list[torch.Tensor]:
-        feed = iter(operands)
+    def forward(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        feed = iter(given)
         args = (_filled(a, feed, device) for a in call.args)
         out = target(*args, **{name: _filled(a, feed, device) for name, a in call.kwargs})
         found = [out] if isinstance(out, torch.Tensor) else list(out)
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
 
-    there = repeated(forward, noise)
-    results = forward()
-    if not (wanted and results):
+    there = repeated(lambda: forward(next(operands)), noise)
+    results = forward(next(operands))
+    if not (results and any(tensor.requires_grad for tensor in next(operands))):
         return there, 0.0
-    given = [torch.ones_like(result) for result in results]
-    both = repeated(lambda: torch.autograd.grad(forward(), wanted, given, allow_unused=True), noise)
-    return there, max(both - there, 0.0)
+    gradients = itertools.cycle([[torch.ones_like(result) for result in results] for _ in range(copies)])
+
+    def both() -> None:
+        given = next(operands)
+        wanted = [tensor for tensor in given if tensor.requires_grad]
+        torch.autograd.grad(forward(given), wanted, next(gradients), allow_unused=True)
+
+    return there, max(repeated(both, noise) - there, 0.0)
 
 
 def _tensor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -24,7 +25,7 @@ from autopar.errors import DiskError, MeshError
 from autopar.ir.mesh import Device, Disk, Link, Mesh
 from autopar.ir.program import Op, Ref, Value
 from autopar.profile import Noise, main, timed_call
-from autopar.runtime import memory_rates
+from autopar.runtime import benchmark, memory_rates
 from autopar.runtime.benchmark import Times, repeated
 from tests.cost_models.cost_ops import op, x
 
@@ -175,3 +176,25 @@ def test_products_of_groups_are_timed_with_groups_of_equal_length_and_not_with_e
     made = op("aten._grouped_mm.default", x(*first, dtype=half), x(*second, dtype=half), x(4, dtype=torch.int32))
     call = timed_call(Kernel(op=made.op, given=made.operands, price=made.pricer(catalog.device("h100"))))
     assert [elements for *_, elements in call.operands] == [(), (), ends]
+
+
+@pytest.mark.parametrize("cold, copies", [(1, 1), (3 * 4 * (8 * 16 + 4 * 16), 3), (1 << 30, 4)])
+def test_an_operator_is_timed_with_operands_that_caches_lack(cold: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies in turn, so many that they are more bytes than the caches have, if these are no more than allowed."""
+    read = list[tuple[int, ...]]()
+
+    def linear(*given: torch.Tensor) -> torch.Tensor:
+        read.append(tuple(one.data_ptr() for one in given))
+        return torch.nn.functional.linear(*given)
+
+    monkeypatch.setattr(benchmark, "COLD", cold)
+    monkeypatch.setattr(benchmark, "COPIES", 4)
+    monkeypatch.setattr(benchmark, "ENOUGH", 1e-4)
+    monkeypatch.setattr(benchmark, "overload", lambda target: linear)
+    operands = tuple((shape, torch.float32, True, ()) for shape in ((8, 16), (4, 16)))
+    call = benchmark.TimedCall(target="aten.linear.default", args=(Ref("x"), Ref("w")), kwargs=(), operands=operands)
+    there, back = benchmark._call(call, torch.device("cpu"), [])
+    assert there > 0
+    assert back >= 0
+    assert len(set(read)) == copies
+    assert all(before != after for before, after in itertools.pairwise(read[:10])) == (copies > 1)
