@@ -110,7 +110,7 @@ class _Starts:
 
     def _window(self, actions: list[Action]) -> Iterator[Action]:
         """The first and the last actions of a rank."""
-        count = min(WINDOW * self.schedule.stages, STARTS // (2 * len(self.schedule.ranks)))
+        count = min(WINDOW * self.schedule.stages, max(1, STARTS // (2 * len(self.schedule.ranks))))
         yield from actions[:count]
         yield from actions[max(count, len(actions) - count) :]
 

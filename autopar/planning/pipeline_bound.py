@@ -8,7 +8,8 @@ do once, m t + o >= B(m) for every m, and f >= F. With the duals of `cut_bound`,
     T >= messages + work t + forward f + once o >= messages + once B(work / once) + forward F
 
 where a message takes at least as long as the fewest bytes that pass between two stages, split over all devices of one. Stages
-may send weights in fewer buckets than the whole program: a few latencies may be missing, which count in tiny models only. Where
+may send weights in fewer buckets than the whole program, so that B and F have a few latencies too many: the bound is proven but
+for these, which count in tiny models only. Where
 work / once is no whole number, the next one is taken, of less of the price, but `MANY` at most; and F is at least what so many
 forwards take, but for what these do once. With s, the seconds of o that are then counted too often, of p ranks that have
 m t + o <= p T to do,

@@ -128,9 +128,7 @@ def repeated(run: Callable[[], object], noise: list[float]) -> Seconds:
 def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Seconds, Seconds]:
     """Seconds of an operator's forward and backward, whose operands are not in the caches of a CPU: in a step they are those of
     other operators."""
-    own = sum(math.prod(shape) * dtype.itemsize for shape, dtype, *_ in call.operands)
-    copies = 1 if device.type != "cpu" else min(COPIES, math.ceil(COLD / max(own, 1)))
-    operands = itertools.cycle([[_tensor(*spec, device) for spec in call.operands] for _ in range(copies)])
+    operands = _cold(lambda: [_tensor(*spec, device) for spec in call.operands])
     target = overload(call.target)
 
     def forward(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -142,9 +140,9 @@ def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Se
 
     there = repeated(lambda: forward(next(operands)), noise)
     results = forward(next(operands))
-    if not (results and any(tensor.requires_grad for tensor in next(operands))):
+    if not results:
         return there, 0.0
-    gradients = itertools.cycle([[torch.ones_like(result) for result in results] for _ in range(copies)])
+    gradients = _cold(lambda: [torch.ones_like(result) for result in results])
 
     def both() -> None:
         given = next(operands)
@@ -152,6 +150,15 @@ def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Se
         torch.autograd.grad(forward(given), wanted, next(gradients), allow_unused=True)
 
     return there, max(repeated(both, noise) - there, 0.0)
+
+
+def _cold(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Tensors again and again; of a CPU as many copies in turn as its caches lack, of other devices always the same."""
+    copies = [make()]
+    if all(tensor.device.type == "cpu" for tensor in copies[0]):
+        size = sum(tensor.numel() * tensor.itemsize for tensor in copies[0])
+        copies += [make() for _ in range(1, min(COPIES, math.ceil(COLD / max(size, 1))))]
+    return itertools.cycle(copies)
 
 
 def _tensor(

@@ -112,7 +112,7 @@ class PageAnswers:
         if self.plan.options["strategy"] == FSDP:
             return "This plan is FSDP."
         if found is None and self.plan.pipeline:
-            return "Not compared: strategies are planned without stages."
+            return "Not compared beside stages: strategy='fsdp' plans them so."
         if found is None:
             return "Not compared: name the model, not a saved plan."
         said = found.relative(auto_of(self.compared)) if found.plan else found.refusal
