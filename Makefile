@@ -4,7 +4,7 @@
 #   make test         lint, types, tests, cost of plans        make verify-all   the whole table of equal numbers
 #   make lint types   the parts of it                          make bench        planning, and training beside torch's own
 #   make docs         the documentation, docs/_build/html      make zoo          capture, plan, run and verify a zoo of architectures
-#   make thorough     further cases of the tests
+#   make thorough     further cases of the tests               make cuda         tests that need a GPU
 #   make fuzz         random graphs under random plans         make fidelity     predictions beside published measurements
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup lint types unit unit-operators unit-programs unit-planning cost docs test thorough demo verify-all fuzz zoo hub fidelity bench clean
+.PHONY: setup lint types unit unit-operators unit-programs unit-planning cost docs test thorough demo verify-all fuzz zoo hub fidelity bench cuda clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,8 @@ types: $(STAMP)
 # Ranks that are threads or processes compute on one thread each: with more, those of torch and BLAS wait for each other busily.
 PARTS := unit-operators unit-programs unit-planning
 unit $(PARTS) thorough cost: export OMP_NUM_THREADS := 1
+# They run on the CPU where there are GPUs, too.
+unit $(PARTS) thorough cost: export CUDA_VISIBLE_DEVICES :=
 unit: $(STAMP)
 	$(MAKE) --jobs=3 --output-sync=target $(PARTS)
 
@@ -47,7 +49,7 @@ unit-operators: $(STAMP)
 	$(BIN)/python -m pytest -q $(OPERATORS:%=tests/%)
 
 PROGRAMS := ir capture passes analysis search_space cost_models formulation pipeline plan benchmarks
-USERS := docs allocate integrations elastic
+USERS := docs allocate integrations elastic cuda
 unit-programs: $(STAMP)
 	$(BIN)/python -m pytest -q --doctest-modules autopar tests/test_*.py $(PROGRAMS:%=tests/%) $(USERS:%=tests/%)
 
@@ -71,6 +73,12 @@ test: $(STAMP)
 thorough: $(STAMP)
 	$(BIN)/python -m pytest -q -m thorough
 	$(BIN)/python -m autopar.explain --check baselines/thorough/
+
+# What needs a GPU, with a Python whose torch has CUDA: `make cuda CUDA_PYTHON=python3`. Workers are forked: by NVML torch counts GPUs
+# without CUDA, which serves no fork once it is initialised.
+CUDA_PYTHON ?= $(BIN)/python
+cuda:
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(CUDA_PYTHON) -m pytest -q -m gpu tests/cuda
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt2.py

@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from autopar.codegen.module import ParallelModule
 
 
-def check_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
-    """Raise InputError for a call that the plan does not include."""
+def checked_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The inputs of a call, where the model runs: a batch on the CPU is copied, as DDP and FSDP2 do.
+
+    Raises InputError for a call that the plan does not include.
+    """
     device, signature = module.autopar.context.device, module.autopar.signature
+    inputs = [tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor for tensor in inputs]
     for planned, tensor in zip(signature.tensors, inputs, strict=True):
         if tensor.device.type != device.type:
             raise InputError(
@@ -34,6 +38,7 @@ def check_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
     if not module.autopar.filled:
         _check_filled(module)
         module.autopar.filled = True
+    return inputs
 
 
 def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar.capture.returned import ReturnSpec
-from autopar.codegen.call_checks import aspects_of, check_call, check_gradients, on_meta
+from autopar.codegen.call_checks import aspects_of, check_gradients, checked_call, on_meta
 from autopar.codegen.compiled import Untraced, around, compiling, eager, inductor_options, recomputes, shared_weights, traceable
 from autopar.codegen.graph_module import GraphModule
 from autopar.codegen.module_state import ModuleState
@@ -264,8 +264,7 @@ class ParallelModule(GraphModule):
         refused: Exception | None = None
         inputs: Sequence[torch.Tensor] = ()
         try:
-            inputs = bind()
-            check_call(self, inputs)
+            inputs = checked_call(self, bind())
         except Exception as error:  # the other ranks must hear of it, or they wait
             refused = error
         paths = (planned.path for planned in self.autopar.signature.tensors)

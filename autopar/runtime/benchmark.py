@@ -20,18 +20,20 @@ from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Argument, Ref, overload
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.custom_ops import Operators
-from autopar.runtime.memory_rates import HostTimes, host_times
+from autopar.runtime.memory_rates import HostTimes, Timer, host_times
 from autopar.runtime.world import Axis
 
 OperandSpec = tuple[tuple[int, ...], torch.dtype, bool, tuple[int, ...]]  # shape, dtype, requires_grad, elements if not 0
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ENOUGH: Seconds = 0.02  # duration of one measurement, for which the operation is repeated
-COLD: Bytes = 1 << 26  # of copies of an operator's operands, beyond the caches of a core,
+COLD: Bytes = 1 << 26  # of copies of an operator's operands, beyond the caches of a core or a GPU,
 COPIES = 64  # if these are no more
 ROUNDS = 5  # measurements, of which the median is taken
 LARGE = 8192  # side of the square matrices that are multiplied beside an all-gather,
 PRODUCTS = 10  # so many times, which takes longer than
 GATHERED = 1 << 28  # gathering so many bytes
+STALL = 4096  # side of the square matrices that are multiplied while
+AHEAD = 20  # calls, at most, are issued
 SIDE = 384  # of the square matrices multiplied between collectives, which takes a millisecond or two
 
 
@@ -85,8 +87,9 @@ def times(job: Job) -> Times:
     if job.accelerator:
         torch.cuda.set_device(job.device)
     noise: list[float] = []
+    timer = issued_ahead(job.device) if job.accelerator else repeated
     return Times(
-        calls=tuple(_call(call, job.device, noise) for call in job.calls),
+        calls=tuple(_call(call, job.device, timer, noise) for call in job.calls),
         collectives=dict(_collectives(job, noise)),
         optimizers={name: _optimizer(name, job.parameters, job.device, noise) for name in job.optimizers},
         beside=_beside(job) if job.accelerator and job.groups else None,
@@ -125,9 +128,42 @@ def repeated(run: Callable[[], object], noise: list[float]) -> Seconds:
     return statistics.median(found)
 
 
-def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Seconds, Seconds]:
-    """Seconds of an operator's forward and backward, whose operands are not in the caches of a CPU: in a step they are those of
-    other operators."""
+def issued_ahead(device: torch.device) -> Timer:
+    """Times calls as a CUDA device runs them, without what the host takes to issue them, which in a step runs ahead of it.
+
+    The device multiplies matrices until the host has issued the calls; those that wait for the device are timed with that.
+    """
+    factor = torch.ones(STALL, STALL, dtype=torch.float16, device=device)
+    product = repeated(lambda: factor @ factor, [])
+
+    def timed(run: Callable[[], object], noise: list[float]) -> Seconds:
+        run()
+        _finish()
+        begin = time.perf_counter()
+        run()
+        issued = time.perf_counter() - begin
+        _finish()
+        count = max(1, min(AHEAD, round(ENOUGH / (time.perf_counter() - begin))))
+        found = list[Seconds]()
+        for _ in range(ROUNDS):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            for _ in range(1 + round(2 * count * issued / product)):
+                factor @ factor
+            first.record()
+            for _ in range(count):
+                run()
+            last.record()
+            _finish()
+            found.append(first.elapsed_time(last) / 1e3 / count)
+        noise.append(_spread(found))
+        return statistics.median(found)
+
+    return timed
+
+
+def _call(call: TimedCall, device: torch.device, timer: Timer, noise: list[float]) -> tuple[Seconds, Seconds]:
+    """Seconds of an operator's forward and backward, whose operands are not in caches: in a step these hold those of other
+    operators."""
     operands = _cold(lambda: [_tensor(*spec, device) for spec in call.operands])
     target = overload(call.target)
 
@@ -138,7 +174,7 @@ def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Se
         found = [out] if isinstance(out, torch.Tensor) else list(out)
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
 
-    there = repeated(lambda: forward(next(operands)), noise)
+    there = timer(lambda: forward(next(operands)), noise)
     results = forward(next(operands))
     if not results:
         return there, 0.0
@@ -149,15 +185,14 @@ def _call(call: TimedCall, device: torch.device, noise: list[float]) -> tuple[Se
         wanted = [tensor for tensor in given if tensor.requires_grad]
         torch.autograd.grad(forward(given), wanted, next(gradients), allow_unused=True)
 
-    return there, max(repeated(both, noise) - there, 0.0)
+    return there, max(timer(both, noise) - there, 0.0)
 
 
 def _cold(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Tensors again and again; of a CPU as many copies in turn as its caches lack, of other devices always the same."""
+    """Tensors again and again, as many copies in turn as caches lack."""
     copies = [make()]
-    if all(tensor.device.type == "cpu" for tensor in copies[0]):
-        size = sum(tensor.numel() * tensor.itemsize for tensor in copies[0])
-        copies += [make() for _ in range(1, min(COPIES, math.ceil(COLD / max(size, 1))))]
+    size = sum(tensor.numel() * tensor.itemsize for tensor in copies[0])
+    copies += [make() for _ in range(1, min(COPIES, math.ceil(COLD / max(size, 1))))]
     return itertools.cycle(copies)
 
 

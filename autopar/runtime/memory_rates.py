@@ -25,7 +25,7 @@ STEPPED = 1 << 24  # float32 parameters of the step on the host: more than cache
 WRITTEN: Bytes = 1 << 30  # of the file
 SMALL: Bytes = 4096  # of one access
 ACCESSES = 101
-Measured = Callable[[Callable[[], object], list[float]], Seconds]  # the median time of a call; what rounds differ by is added
+Timer = Callable[[Callable[[], object], list[float]], Seconds]  # the median time of a call; what rounds differ by is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class DiskTimes:
     latency: Seconds
 
 
-def host_times(device: torch.device, noise: list[float], timed: Measured) -> HostTimes:
+def host_times(device: torch.device, noise: list[float], timed: Timer) -> HostTimes:
     """Measure a device's copies and a fused step of AdamW by this process's threads, while other ranks do the same."""
 
     def copied(size: Bytes) -> Seconds:
@@ -116,4 +116,4 @@ def _forget(file: BinaryIO) -> None:
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-__all__ = ["DiskTimes", "HostTimes", "disk_times", "host_times"]
+__all__ = ["DiskTimes", "HostTimes", "Timer", "disk_times", "host_times"]

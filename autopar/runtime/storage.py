@@ -268,7 +268,8 @@ def _scatter(tensor: torch.Tensor, layout: Layout, context: Context) -> torch.Te
     """
     sizes, here = context.mesh.sizes, context.coordinates
     if context.device_mesh is None:  # the only rank, or ranks as threads, each of which has the whole tensor
-        return shard(tensor.detach(), layout, sizes, here).clone(memory_format=torch.contiguous_format)
+        only = shard(tensor.detach(), layout, sizes, here)
+        return only.to(context.device, copy=True, memory_format=torch.contiguous_format)
     order = sorted(range(len(sizes)), key=lambda axis: layout[axis].kind != "S")
     shape = _even_shape(tuple(tensor.shape), layout, sizes)
     part = list(shape)

@@ -68,15 +68,16 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         device_mesh: an existing mesh of these devices, whose process groups are used if it has these axes.
 
     Raises:
-        MeshError: the size of the mesh is not the number of processes.
+        MeshError: the size of the mesh is not the number of processes, or this one has no GPU.
     """
     kind = device_mesh.device_type if device_mesh else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.size == 1 and device_mesh is None:
         axes = tuple(Axis(name=name, size=1, index=0, group="") for name in mesh.axes)
         return Context(mesh=mesh, device_mesh=None, axes=axes, device=torch.device(kind))
     _check_world(mesh)
-    here = torch.device(kind, ProcessEnvironment.of(os.environ).local) if kind == "cuda" else torch.device(kind)
+    here = torch.device(kind)
     if kind == "cuda":
+        here = _own_gpu()
         torch.cuda.set_device(here)
     if not dist.is_initialized():
         join_world("nccl" if kind == "cuda" else "gloo")
@@ -92,6 +93,18 @@ def _axis(mesh: Mesh, grid: DeviceMesh, place: int) -> Axis:
     size = mesh.sizes[place]
     group = str(grid.get_group(place).group_name) if size > 1 else ""
     return Axis(name=mesh.axes[place], size=size, index=grid.get_local_rank(place), group=group)
+
+
+def _own_gpu() -> torch.device:
+    """The GPU of this process: that of its number on this machine. Raises MeshError if there are fewer."""
+    local, count = ProcessEnvironment.of(os.environ).local, torch.cuda.device_count()
+    if local >= count:
+        there = "is 1" if count == 1 else f"are {count}"
+        raise MeshError(
+            f"process {local} of this machine (counted from 0) has no GPU of its own: there {there}",
+            fix="as many processes on each machine as it has GPUs; or CUDA_VISIBLE_DEVICES='' to run on the CPU",
+        )
+    return torch.device("cuda", local)
 
 
 def _check_world(mesh: Mesh) -> None:

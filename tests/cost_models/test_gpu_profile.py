@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.collectives import seconds
@@ -20,6 +22,7 @@ from autopar.cost_models.profile_file import load, save
 from autopar.errors import MeshError
 from autopar.ir.mesh import Device, Disk, Link
 from autopar.profile import gpu_device, gpu_kernels, main
+from autopar.runtime import benchmark
 from autopar.runtime.benchmark import KINDS, Job, Times
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.memory_rates import COPIED, DiskTimes, HostTimes
@@ -135,3 +138,30 @@ def test_a_machine_without_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     code = main([f"{tmp_path}/small.py:build", "--processes", "4096", "--cuda", "--save", str(tmp_path / "x.json")])
     assert code == 1
     assert "a profile of 4096 GPUs on a machine that has" in capsys.readouterr().err
+
+
+class Event:
+    """A CUDA event of a device that runs calls when they are issued."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_calls_on_a_gpu_are_timed_between_events_behind_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(benchmark, "STALL", 8)
+    timed, noise, runs = benchmark.issued_ahead(torch.device("cpu")), list[float](), list[None]()
+
+    def run() -> None:
+        time.sleep(2e-3)
+        runs.append(None)
+
+    assert timed(run, noise) == pytest.approx(2e-3, rel=0.5)
+    assert 2 + benchmark.ROUNDS < len(runs) <= 2 + benchmark.ROUNDS * benchmark.AHEAD
+    assert len(noise) == 1

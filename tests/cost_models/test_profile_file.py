@@ -193,7 +193,7 @@ def test_an_operator_is_timed_with_operands_that_caches_lack(cold: int, copies: 
     monkeypatch.setattr(benchmark, "overload", lambda target: linear)
     operands = tuple((shape, torch.float32, True, ()) for shape in ((8, 16), (4, 16)))
     call = benchmark.TimedCall(target="aten.linear.default", args=(Ref("x"), Ref("w")), kwargs=(), operands=operands)
-    there, back = benchmark._call(call, torch.device("cpu"), [])
+    there, back = benchmark._call(call, torch.device("cpu"), benchmark.repeated, [])
     assert there > 0
     assert back >= 0
     assert len(set(read)) == copies

@@ -102,3 +102,11 @@ def test_processes_meet_where_the_environment_says() -> None:
 def test_an_environment_that_makes_no_sense_is_refused(rank: str, what: str) -> None:
     with pytest.raises(MeshError, match=what):
         ProcessEnvironment.of(TORCHRUN | {"RANK": rank})
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MeshError, match=r"process 1 of this machine \(counted from 0\) has no GPU of its own: there is 1"):
+        connect(Mesh.of(2), device="cuda")

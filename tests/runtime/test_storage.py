@@ -98,6 +98,12 @@ def on_meta(sizes: Sizes) -> None:
     assert all(isinstance(p, DTensor) and p.is_meta and tuple(p.shape) == SHAPE for p in parameters.values())
 
 
+def test_a_mesh_of_one_device_stores_on_that_device() -> None:
+    stored = store({"w": nn.Parameter(torch.ones(4, 2).T)}, {"w": (I,)}, connect(Mesh.of(1), device="meta"))
+    assert stored["w"].is_meta, "meta stands for a GPU, and the model was made on the CPU"
+    assert stored["w"].is_contiguous()
+
+
 def test_what_is_on_meta_on_rank_0_stays_on_meta(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:on_meta", (2, 2), ranks=4, keep=True)
 
