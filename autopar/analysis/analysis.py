@@ -15,6 +15,7 @@ from autopar.analysis.fusion import fused
 from autopar.analysis.recomputability import recomputable
 from autopar.analysis.repeated_blocks import Classes, fold
 from autopar.analysis.saved_tensors import SavedTensors, saved, workspace
+from autopar.analysis.summed_gradients import with_sums
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.analysis.weights import copies, reduce_dtypes, views, weights
 from autopar.errors import RuleError
@@ -133,8 +134,8 @@ def analyse(
 
     Raises RuleError on a mesh of several devices for an op with a sparse gradient, which cannot be reduced.
     """
-    if mesh.device is not None and mesh.device.compiled:
-        step = replace(step, program=fused(step.program))
+    compiled = mesh.device is not None and mesh.device.compiled
+    step = replace(step, program=fused(step.program) if compiled else with_sums(step.program, sends=step.sends))
     program = step.program
     if mesh.size > 1:
         _dense(program)

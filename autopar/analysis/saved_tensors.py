@@ -17,12 +17,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autopar.analysis.traffic import Traffic
 from autopar.ir.builder import Keywords
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Bytes
@@ -51,7 +52,8 @@ class SavedTensors:
     """What one op saves for the backward: positions of its operands and results, and internal tensors.
 
     `forward` is the peak workspace of the forward, beside operands, results and internal tensors; `backward` that of the
-    backward, beside these and all gradients, which is negative where they are never alive at the same time.
+    backward, beside these and all gradients, which is negative where they are never alive at the same time. `traffic` is what
+    the backward's `kernels` read and write, one by one; None where that is not known.
     """
 
     operands: tuple[int, ...] = ()
@@ -59,6 +61,8 @@ class SavedTensors:
     internal: tuple[Share, ...] = ()
     forward: Share | None = None
     backward: Share | None = None
+    traffic: tuple[Share, ...] | None = None
+    kernels: int = 0
     through: tuple[int, ...] = ()  # positions of operands whose gradient aliases a result's gradient
 
     @property
@@ -77,6 +81,10 @@ class SavedTensors:
     def local_backward(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
         """Bytes of workspace of the backward on one rank with these local shapes."""
         return self.backward.local(operands, results) if self.backward else 0
+
+    def local_traffic(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
+        """Bytes that the backward moves on one rank with these local shapes."""
+        return sum(share.local(operands, results) for share in self.traffic or ())
 
 
 NOTHING = SavedTensors()
@@ -210,7 +218,8 @@ def _with_backward(
     if not differentiable:
         return found
     given = [torch.empty_like(result) for result in differentiable]
-    with warnings.catch_warnings(), MemoryTracker([*operands, *results, *given, *kept], "meta") as live:
+    tracker = MemoryTracker([*operands, *results, *given, *kept], "meta")
+    with warnings.catch_warnings(), tracker as live, Traffic() as traffic:
         kept.clear()
         before = live.now
         try:
@@ -224,7 +233,23 @@ def _with_backward(
     fresh = {_storage(gradient): gradient.untyped_storage().nbytes() for gradient in gradients.values()}
     new = sum(size for storage, size in fresh.items() if storage not in passed)
     through = tuple(place for place, gradient in gradients.items() if _storage(gradient) in passed)
-    return replace(found, backward=_share(most - before - new, 0, operands, results), through=through)
+    return replace(
+        found,
+        backward=_share(most - before - new, 0, operands, results),
+        traffic=tuple(_together(_share(size, numel, operands, results) for size, numel in traffic.moved)),
+        kernels=traffic.kernels,
+        through=through,
+    )
+
+
+def _together(shares: Iterable[Share | None]) -> Iterator[Share]:
+    """One share for all that follow the same tensor."""
+    found: dict[int, Share] = {}
+    for share in shares:
+        if share:
+            before = found.get(share.follows)
+            found[share.follows] = replace(share, bytes=share.bytes + before.bytes) if before else share
+    yield from found.values()
 
 
 def _tensors(out: object) -> Iterator[torch.Tensor]:

@@ -11,9 +11,11 @@ Forward: operands are read once, results written once, and so is what autograd k
 are those of the products that an operator's row names (`autopar.operators.flops`), else one per element. A view costs nothing.
 
 Backward: one more product for each side of a product that needs a gradient; fused attention computes its scores once more (T.
-Dao, FlashAttention-2, 2023, section 4.1). Other operators read the results' gradients and what autograd kept, and write the
-operands' gradients. A gradient that is handed on as it is (of an add, say) costs nothing. Adding up the gradients of a value
-that has several consumers is not counted here.
+Dao, FlashAttention-2, 2023, section 4.1). Norms and dropout read the results' gradients and what autograd kept, and write the
+operands' gradients, in one kernel. Others read and write what the operators that torch dispatches in their backward do, each a
+kernel (`analysis.traffic`), or as much as norms where these are not known. A gradient that is handed on as it is (of an add,
+say) costs nothing. Of a value with several consumers the gradients are added up, one after the other: two are read and one is
+written for each but the last consumer, as `Op.summed` tells.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ class Pricer:
     fused: bool  # one kernel runs all of its products, and one their backward
     attention: bool
     draws: bool
+    alone: bool  # one kernel runs its backward, whatever torch dispatches on meta tensors
     shares: tuple[float, float]  # of the memory bandwidth that its kernels reach, forward and backward
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
@@ -89,6 +92,8 @@ class Pricer:
     handed_on: frozenset[int]
     saved: SavedTensors
     part: Fused | None  # of a kernel of several ops
+    summed: tuple[int, ...]  # operands whose gradient is added to that of later ops,
+    adding: float  # at so many bytes per second
     rates: tuple[float, float] | None  # measured, of the forward and the backward
 
     def __call__(self, operands: Shapes, results: Shapes) -> Seconds:
@@ -100,7 +105,14 @@ class Pricer:
 
     def backward_seconds(self, operands: Shapes, results: Shapes) -> Seconds:
         """Seconds of one backward; 0 where no gradient is needed."""
-        return self._seconds(self.gradient(operands, results), operands, results, 1) if self.backward else 0.0
+        if not self.backward:
+            return 0.0
+        sums = sum(max(size / self.adding, self.device.launch) for size in self.sums(operands))
+        return self._seconds(self.gradient(operands, results), operands, results, 1) + sums
+
+    def sums(self, operands: Shapes) -> list[int]:
+        """Bytes that adding each of its gradients to those of later ops reads and writes."""
+        return [3 * math.prod(operands[p]) * self.operands[p] for p in self.summed]
 
     def _seconds(self, work: Work, operands: Shapes, results: Shapes, way: int) -> Seconds:
         """At the measured rate if there is one, else as its kernels reach the device's peaks; `way` 0 forward, 1 backward."""
@@ -191,6 +203,9 @@ class Pricer:
             return self._part_gradient(self.part, operands, results)
         if not written:
             return Work()
+        if self.saved.traffic is not None and not self.alone:
+            moved = self.saved.local_traffic(operands, results)
+            return Work(flops=self.backward_flops(operands, results), bytes=moved, kernels=self.saved.kernels)
         moved = sum(math.prod(results[p]) * self.results[p] for p in self.results_with_gradient)
         moved += sum(math.prod(operands[p]) * self.operands[p] for p in (*written, *self.saved.operands))
         moved += sum(math.prod(results[p]) * self.results[p] for p in self.saved.results)
@@ -244,6 +259,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         fused=row.flops is None or row.kind is OpKind.ATTENTION,
         attention=row.kind is OpKind.ATTENTION,
         draws=row.kind is OpKind.DROPOUT,
+        alone=row.kind in (OpKind.ATTENTION, OpKind.DROPOUT, OpKind.NORM),
         shares=device.share(row.kind.name.lower() if row.kind and not part else ""),
         picks=next(iter(call.positions(row.picks)), None),
         continuous=dtype.is_floating_point or dtype.is_complex,
@@ -253,6 +269,8 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         handed_on=frozenset(p for name in row.hands_on for p in call.positions(name)),
         saved=saved(op, values, cpu=device.cpu) if backward else NOTHING,
         part=part,
+        summed=op.summed if backward else (),
+        adding=device.rates.get("aten.add.Tensor", (device.streaming, 0.0))[0],
         rates=device.rates.get(op.target),
     )
 

@@ -26,13 +26,13 @@ class Fidelity:
 
 # By device and scale: how many runs were compared, the median error and the mean error.
 MEASURED: Mapping[tuple[str, str], tuple[int, float, float]] = {
-    ("h100", ONE_NODE): (20, 0.006, 0.009),
-    ("a100-80gb", ONE_NODE): (57, 0.010, 0.018),
-    ("a100-80gb", SEVERAL_NODES): (8, 0.072, 0.078),
-    ("a100-40gb", ONE_NODE): (46, 0.022, 0.040),
-    ("a100-40gb", SEVERAL_NODES): (29, 0.024, 0.024),
-    ("v100-32gb", ONE_NODE): (18, 0.071, 0.075),
-    ("l4", ONE_NODE): (5, 0.055, 0.081),
+    ("h100", ONE_NODE): (20, 0.007, 0.010),
+    ("a100-80gb", ONE_NODE): (57, 0.013, 0.022),
+    ("a100-80gb", SEVERAL_NODES): (8, 0.063, 0.070),
+    ("a100-40gb", ONE_NODE): (46, 0.017, 0.038),
+    ("a100-40gb", SEVERAL_NODES): (29, 0.021, 0.021),
+    ("v100-32gb", ONE_NODE): (18, 0.069, 0.075),
+    ("l4", ONE_NODE): (5, 0.063, 0.092),
 }
 
 

@@ -9,8 +9,9 @@ All but the optimizer's step is paid for every micro-batch, and once what is `ad
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -145,9 +146,13 @@ def end_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], price
 
 def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> tuple[Floats, Floats]:
     """Seconds of an op class under each candidate, all members together: of a step, and of its forward alone."""
-    program, times = analysis.program, analysis.step.microbatches * len(analysis.classes.members[name])
-    both, forward = op_seconds(program.op[name], analysis.fits[name], found, program.values, prices)
-    return times * np.array(both), times * np.array(forward)
+    program, step, forward = analysis.program, np.zeros(len(found)), np.zeros(len(found))
+    for summed, count in Counter(program.op[member].summed for member in analysis.classes.members[name]).items():
+        op = replace(program.op[name], summed=summed)
+        both, there = op_seconds(op, analysis.fits[name], found, program.values, prices)
+        step += count * np.array(both)
+        forward += count * np.array(there)
+    return analysis.step.microbatches * step, analysis.step.microbatches * forward
 
 
 def ties(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:

@@ -68,13 +68,13 @@ class StepPrices:
 
     def __init__(self, analysis: Analysis, prices: Prices) -> None:
         self.analysis, self.prices = analysis, prices
-        self._ops: dict[tuple[str, Candidate], tuple[Seconds, Seconds]] = {}
+        self._ops: dict[tuple[str, Candidate, tuple[int, ...]], tuple[Seconds, Seconds]] = {}
         self._overlap: dict[bool, Overlap | None] = {}
         self.events: MutableMapping[Schedule, list[StepEvent]] = WeakKeyDictionary()  # of `step_events`
 
     def op(self, op: Op, candidate: Candidate) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of an op under a candidate, in all micro-batches."""
-        program, key = self.analysis.program, (self.analysis.classes.of[op.name], candidate)
+        program, key = self.analysis.program, (self.analysis.classes.of[op.name], candidate, op.summed)
         if key not in self._ops:
             shapes = local_shapes(op, candidate, program.values, self.prices.mesh.sizes)
             cost = self.prices.op(op, program.values)

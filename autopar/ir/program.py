@@ -90,6 +90,8 @@ class Op:
     module: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
     fused: Fused | None = field(default=None, repr=False, compare=False)  # None: a kernel of its own
+    # Positions of the operands whose gradient is added to that of later ops.
+    summed: tuple[int, ...] = field(default=(), repr=False, compare=False)
     # Names of the tensors it reads, in argument order (a list of tensors counts one by one).
     operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 

@@ -24,6 +24,7 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.fusion import fused
 from autopar.analysis.regions import regions
 from autopar.analysis.signatures import signature
+from autopar.analysis.summed_gradients import with_sums
 from autopar.analysis.weights import weights
 from autopar.errors import ConstraintError, MeshError
 from autopar.formulation.prices import Prices, op_seconds
@@ -204,7 +205,7 @@ class _Regions:
     def __init__(self, program: Program, device: Device) -> None:
         self.program, self.again = program, made_again(program)
         self.firsts = stage_starts(program)
-        self._compiled = fused(program) if device.compiled else program  # whose ops are priced
+        self._whole = fused(program) if device.compiled else with_sums(program)  # whose ops are priced
         self._prices = Prices(mesh=Mesh(axes=("device",), sizes=(1,), device=device))
         self._balanced: dict[tuple[PipelineSchedule, int], tuple[int, ...]] = {}
 
@@ -360,9 +361,9 @@ class _Regions:
     @functools.cached_property
     def _before(self) -> list[tuple[Seconds, Seconds]]:
         """Seconds of the forward and of the backward of all ops before each one, and of all; alike ops are priced once."""
-        program, priced, seconds = self._compiled, dict[str, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
+        program, priced, seconds = self._whole, dict[object, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
         for op in program.ops:
-            alike = signature(op, program.values)
+            alike = signature(op, program.values), op.summed
             if alike not in priced:
                 priced[alike] = self._priced(op)
             there, back = seconds[-1]

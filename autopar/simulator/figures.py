@@ -50,10 +50,10 @@ def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> Simul
 def kernel_groups(prices: StepPrices, chosen: Assignment) -> Iterator[KernelGroup]:
     """What the ops compute under an assignment, by the kind of their kernels; kinds that take no time are left out."""
     analysis, run = prices.analysis, reruns(prices.analysis, chosen)
-    known: dict[tuple[str, Candidate, bool], KernelGroup] = {}
+    known: dict[tuple[str, Candidate, tuple[int, ...], bool], KernelGroup] = {}
     found: dict[str, list[KernelGroup]] = {name: [] for name in GROUPS}
     for op in analysis.program.ops:
-        key = analysis.classes.of[op.name], chosen.ops[op.name], op.name in run.ops
+        key = analysis.classes.of[op.name], chosen.ops[op.name], op.summed, op.name in run.ops
         if key not in known:
             known[key] = _kernels(op, chosen.ops[op.name], prices, forwards=1 + key[-1])
         found[known[key].name].append(known[key])
@@ -79,7 +79,7 @@ def _kernels(op: Op, candidate: Candidate, prices: StepPrices, forwards: int) ->
         name=ATTENTION if found.attention else name,
         seconds=forwards * there + back,
         at_peak=times * (forwards * forward.flops + gradient.flops) / found.peak,
-        at_bandwidth=times * (forwards * forward.bytes + gradient.bytes) / device.bandwidth,
+        at_bandwidth=times * (forwards * forward.bytes + gradient.bytes + sum(found.sums(shapes[0]))) / device.bandwidth,
     )
 
 

@@ -32,6 +32,7 @@ class Decoder:
     one_hot: bool = False  # tokens are looked up by a product with one-hot vectors
     flash: bool = True  # scaled_dot_product_attention; else scores, softmax and dropout one after the other
     dropout: float = 0.0
+    fused_loss: bool = False  # a kernel for the loss of scores as they are, of which FlashAttention has one
     metrics: int = 0  # further cross-entropies that the harness computes of the same scores
     compute: torch.dtype = torch.bfloat16
     stored: torch.dtype = torch.float32
@@ -174,7 +175,7 @@ class Model(nn.Module):
         x = x if self.of.post_norm else self.norm(x)
         scores = (F.linear(x, embedding) if self.head is None else self.head(x)).flatten(0, 1)
         more = (F.cross_entropy(scores.detach(), labels.flatten(), reduction="sum") for _ in range(self.of.metrics))
-        return F.cross_entropy(scores.float(), labels.flatten()), *more
+        return F.cross_entropy(scores if self.of.fused_loss else scores.float(), labels.flatten()), *more
 
     def _looked_up(self, tokens: Tensor, embedding: Tensor) -> Tensor:
         if not self.of.one_hot:

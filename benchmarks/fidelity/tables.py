@@ -158,7 +158,8 @@ def mpt(row: Row) -> Run | str:
     "PURE" stores, gathers and reduces in bfloat16; "DEFAULT" stores and reduces in float32 and gathers in bfloat16.
     """
     pure = row.text("fsdp_mixed_precision") == "PURE"
-    decoder = _sizes(row, metrics=COMPOSER_METRICS, stored=torch.bfloat16 if pure else torch.float32)
+    stored = torch.bfloat16 if pure else torch.float32
+    decoder = _sizes(row, metrics=COMPOSER_METRICS, fused_loss=True, stored=stored)  # "fused_crossentropy" is its default
     row.equal("n_params is not that of its sizes", decoder.parameters, row.count("n_params"))
     devices, runs, batch = row.count("n_gpus"), row.count("grad_accum"), row.count("global_batch")
     row.equal("microbatch x grad_accum x n_gpus is not global_batch", row.count("microbatch") * runs * devices, batch)

@@ -189,7 +189,16 @@ class _Teller:
         values, sizes, chosen = self.program.values, self.mesh.sizes, self.chosen.ops[op.name]
         inside = [local_shape(values[n].shape, x, sizes) for n, x in zip(op.operands, chosen.operands, strict=True)]
         outside = [local_shape(r.shape, x, sizes) for r, x in zip(op.results, chosen.results, strict=True)]
-        return self._busiest(op) * pricer(op, values, self.device)(tuple(inside), tuple(outside))
+        own = pricer(op, values, self.device)(tuple(inside), tuple(outside))
+        added = [self._bytes(values[op.operands[p]], chosen.operands[p]) for p in range(len(inside)) if self._later(op, p)]
+        return self._busiest(op) * (own + sum(max(3 * size / self.device.streaming, self.device.launch) for size in added))
+
+    def _later(self, op: Op, position: int) -> bool:
+        """Whether an operand's gradient is added to that of a later use."""
+        ops, name = [one for one in self.program.ops if one.requires_grad], op.operands[position]
+        if op not in ops or not self.program.values[name].requires_grad:
+            return False
+        return name in (*op.operands[position + 1 :], *(n for one in ops[ops.index(op) + 1 :] for n in one.operands))
 
     def _busiest(self, op: Op) -> float:
         """What the last rank of a split sequence attends to, in what the local shapes alone would say."""

@@ -1,0 +1,59 @@
+"""What kernels read and write, counted from the operators that torch dispatches: on meta tensors, without running any.
+
+A view moves nothing, nor does memory that is only allocated. An element is read once, however often a broadcast repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.ir.mesh import Bytes
+
+# Beginnings of the names of operators that move nothing, and of those that take from a tensor its shape alone.
+NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::lift")
+LIKE = ("aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros", "aten::new_ones", "aten::new_full")
+SHAPE_OF_FIRST = ("aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten::max_pool2d_with_indices_backward")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts bytes by the size of the tensor that they belong to: pairs of bytes and elements; and kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moved: list[tuple[Bytes, int]] = []
+        self.kernels = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        if not views and not name.startswith(NOTHING):
+            read = args[1:] if name.startswith(SHAPE_OF_FIRST) else args[: 0 if name.startswith(LIKE) else None]
+            given = {id(leaf): leaf for leaf in _tensors((*read, *(kwargs or {}).values()))}
+            self.moved += [(_bytes(leaf), leaf.numel()) for leaf in (*given.values(), *_tensors(found))]
+            self.kernels += 1
+        return found
+
+
+def _tensors(data: object) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a tensor's own elements."""
+    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(own) * tensor.element_size()
+
+
+__all__ = ["Traffic"]
