@@ -90,7 +90,8 @@ class StepPrices:
         cost = self.prices.op(op, self.analysis.program.values)
         if not isinstance(cost, Pricer):
             return self.op(op, candidate)[1] / 2
-        alone = replace(cost, gradients=(op.operands.index(name),))
+        place = op.operands.index(name)
+        alone = replace(cost, gradients=(place,), summed=tuple(p for p in cost.summed if p == place))
         shapes = local_shapes(op, candidate, self.analysis.program.values, self.prices.mesh.sizes)
         times = self.analysis.step.microbatches * work(self.analysis.fits[op.name], candidate, self.prices.mesh.sizes)
         return times * alone.backward_seconds(*shapes)

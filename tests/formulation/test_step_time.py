@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from autopar.analysis.deferrable import deferrable
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import step_events, step_time
 from autopar.memory.schedule import Schedule
@@ -77,3 +79,16 @@ def test_events_are_in_the_order_of_the_schedule_and_the_optimizer_steps_last(na
     assert all(event.time < half for event in events if event.kind == "forward")
     assert all(event.time > half for event in events if event.kind in ("backward", "recompute"))
     assert [event.kind for event in events if event.time == schedule.end][-1] == "optimizer"
+
+
+def test_the_gradient_of_a_weight_does_not_pay_for_adding_up_those_of_the_activation() -> None:
+    found, _ = optimized("llama", "ddp")
+    prices, program = found.formulated.step_prices, found.formulated.program
+    chosen = assignment(found.formulated, found.solution)
+    added = 0
+    for name, (x, w) in deferrable(program).items():
+        op = program.op[name]
+        added += op.operands.index(x) in op.summed
+        alone = replace(op, summed=())
+        assert prices.weight(op, chosen.ops[name], w) == prices.weight(alone, chosen.ops[name], w)
+    assert added == 2 * 3, "of three projections, and of gate and up, all but the last, in two blocks"
