@@ -1,6 +1,8 @@
-"""Attention whose operands are broadcast over batch or heads gets them expanded, as fused kernels take them."""
+"""Attention with fewer heads of keys and values than of queries, as fused kernels take it: expanded, or grouped."""
 
 from __future__ import annotations
+
+import torch
 
 from autopar.ir.builder import Rewriter
 from autopar.ir.program import Argument, Op, Program, Ref
@@ -8,8 +10,10 @@ from autopar.ir.schema import bound, packed
 from autopar.ir.shape_inference import broadcast
 from autopar.operators import row_of
 from autopar.operators.facts import OpKind
+from autopar.passes.dead_code_elimination import dead
 
 _OPERANDS = ("query", "key", "value")
+_HALF = (torch.bfloat16, torch.float16)  # in which the fused kernels of GPUs take grouped heads
 
 
 def expanded(program: Program) -> Program:
@@ -29,6 +33,46 @@ def expanded(program: Program) -> Program:
         else:
             rewriter.keep(op)
     return rewriter.finish()
+
+
+def grouped(program: Program) -> Program:
+    """Give attention in half precision the heads of keys and values as they are, where each is repeated for several queries.
+
+        x = unsqueeze(k, 2)                     ->      a = attention(q, k, v, enable_gqa=True)      k and v are (8, 2, 16, 32),
+        y = expand(x, [8, 2, 4, 16, 32])                                                             and q (8, 8, 16, 32)
+        z = reshape(y, [8, 8, 16, 32])
+        a = attention(q, z, w)                          (w is v repeated likewise)
+
+    transformers repeats them wherever its models are traced, and leaves them where they run: repeated ones are copied, and kept
+    for the backward.
+    """
+    rewriter = Rewriter(program)
+    for op in program.ops:
+        named = bound(op) if row_of(op).kind is OpKind.ATTENTION else {}
+        repeated = [_repeated(named[name], program) for name in _OPERANDS[1:]] if named else []
+        if repeated and all(repeated) and named["attn_mask"] is None and op.results[0].dtype in _HALF:
+            args, kwargs = packed(op.target, named | dict(zip(_OPERANDS[1:], repeated, strict=True)) | {"enable_gqa": True})
+            rewriter.keep(op, args=args, kwargs=kwargs)
+        else:
+            rewriter.keep(op)
+    return dead(rewriter.finish())
+
+
+def _repeated(argument: Argument, program: Program) -> Ref | None:
+    """The heads that an operand of attention repeats, each several times in a row; None if it does not."""
+    chain: list[Op] = []
+    for target in ("reshape", "expand", "unsqueeze"):
+        op = program.producer.get(argument.name) if isinstance(argument, Ref) else None
+        if op is None or op.target != f"aten.{target}.default":
+            return None
+        chain.append(op)
+        argument = op.args[0]
+    assert isinstance(argument, Ref), "it was unsqueezed"
+    batch, heads, *rest = program.values[argument.name].shape
+    reshaped, expanded, unsqueezed = (op.results[0].shape for op in chain)
+    times = expanded[2] if len(expanded) == 5 else 0
+    alike = unsqueezed == (batch, heads, 1, *rest) and expanded == (batch, heads, times, *rest)
+    return argument if alike and reshaped == (batch, heads * times, *rest) else None
 
 
 def _shapes(op: Op, program: Program) -> dict[str, tuple[int, ...]]:

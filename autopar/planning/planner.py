@@ -27,6 +27,7 @@ from autopar.ir.dynamic_dims import InputDim, Size, declared
 from autopar.ir.mesh import AutoMesh, Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes import normalise
+from autopar.passes.broadcast_attention import grouped
 from autopar.passes.precision import DTYPES, MIXED, mixed, received, stored
 from autopar.plan.assignment_text import describe, paddings
 from autopar.plan.breakdown import BUDGET, CostParameter
@@ -112,6 +113,7 @@ def read_program(
     program = normalise(captured.program)
     if options.precision in MIXED:
         program = mixed(program, DTYPES[options.reduce] if options.reduce else None, MIXED[options.precision])
+    program = grouped(program)
     refuse_dtypes(program, options.precision)
     if dtype is not None:
         program = received(program, {planned.path: planned.dtype for planned in captured.signature.tensors})
