@@ -44,7 +44,7 @@ from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, 
 from autopar.operators import view_of
 from autopar.plan.breakdown import OPTIMIZER
 from autopar.search_space.assignment import Assignment
-from autopar.search_space.candidates import Candidate
+from autopar.search_space.candidates import Candidate, distributed
 from autopar.solver.problem import Floats, Ints
 
 
@@ -134,9 +134,9 @@ class Liveness:
             kept, values, sizes = self.saved.get(op.name, NOTHING), self.program.values, self.sizes
             inside = [local_shape(values[n].shape, s, sizes) for n, s in zip(op.operands, candidate.operands, strict=True)]
             outside = [local_shape(r.shape, s, sizes) for r, s in zip(op.results, candidate.results, strict=True)]
-            self._own[key] = Workspace(
-                kept.local_internal(inside, outside), kept.local_forward(inside, outside), kept.local_backward(inside, outside)
-            )
+            form = distributed(self.analysis.fits[op.name], candidate)
+            backward = 0 if form and form[1].in_place else kept.local_backward(inside, outside)
+            self._own[key] = Workspace(kept.local_internal(inside, outside), kept.local_forward(inside, outside), backward)
         return self._own[key]
 
 

@@ -76,6 +76,7 @@ class ParallelForm:
     results: str = "P"  # the state of results without them: I if they come out complete
     able: Callable[[Call], bool] = always  # whether the form serves this use
     work: Callable[[int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
+    in_place: bool = False  # whether its backward makes gradients without the workspace of the op's own
     forward: tuple[InternalCollective, ...] = ()
     backward: tuple[InternalCollective, ...] = ()
 

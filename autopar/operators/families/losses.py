@@ -62,7 +62,7 @@ def targets(call: Call, local: Local) -> int:
 # The largest score of all ranks; then the sum of exponentials, the scores of what is wanted, and how much that is if not one.
 CLASSES = [
     ParallelForm(
-        name="vocab_parallel_cross_entropy", factors=("c",), operands="I", results="I", able=able,
+        name="vocab_parallel_cross_entropy", factors=("c",), operands="I", results="I", able=able, in_place=able is alone,
         forward=(InternalCollective("all_reduce", targets), InternalCollective("all_reduce", sums)),
     )
     for able, sums in (
