@@ -60,19 +60,21 @@ def grouped(program: Program) -> Program:
 
 def _repeated(argument: Argument, program: Program) -> Ref | None:
     """The heads that an operand of attention repeats, each several times in a row; None if it does not."""
-    chain: list[Op] = []
-    for target in ("reshape", "expand", "unsqueeze"):
-        op = program.producer.get(argument.name) if isinstance(argument, Ref) else None
-        if op is None or op.target != f"aten.{target}.default":
-            return None
-        chain.append(op)
-        argument = op.args[0]
-    assert isinstance(argument, Ref), "it was unsqueezed"
-    batch, heads, *rest = program.values[argument.name].shape
-    reshaped, expanded, unsqueezed = (op.results[0].shape for op in chain)
-    times = expanded[2] if len(expanded) == 5 else 0
-    alike = unsqueezed == (batch, heads, 1, *rest) and expanded == (batch, heads, times, *rest)
-    return argument if alike and reshaped == (batch, heads * times, *rest) else None
+    flat = _made(argument, "aten.reshape.default", program)
+    wide = _made(flat.args[0], "aten.expand.default", program) if flat else None
+    single = _made(wide.args[0], "aten.unsqueeze.default", program) if wide else None
+    heads = single.args[0] if single else None
+    if not (flat and wide and single and isinstance(heads, Ref) and len(wide.results[0].shape) == 5):
+        return None
+    batch, count, times, *rest = wide.results[0].shape
+    alike = program.values[heads.name].shape == (batch, count, *rest) and single.results[0].shape == (batch, count, 1, *rest)
+    return heads if alike and flat.results[0].shape == (batch, count * times, *rest) else None
+
+
+def _made(argument: Argument, target: str, program: Program) -> Op | None:
+    """The op that makes an argument, if it is one of this operator."""
+    op = program.producer.get(argument.name) if isinstance(argument, Ref) else None
+    return op if op and op.target == target else None
 
 
 def _shapes(op: Op, program: Program) -> dict[str, tuple[int, ...]]:
