@@ -22,14 +22,20 @@ def dropped_weights(analysis: Analysis) -> frozenset[str]:
     after its first member. Of several micro-batches in flight each would keep its own: then all are dropped."""
     if analysis.step.flights > 1:
         return analysis.weights
-    regions, of, members = step_regions(analysis), analysis.classes.of, analysis.classes.members
+    regions = step_regions(analysis)
     last, kept = len(regions.sequence) - 1, set[str]()
     for names in weight_buckets(analysis.program, moved=True):
         group = [weight for name in names for weight in _derived(analysis, name)]
         saving = [regions.member[op] for weight in group for op in _saving(analysis, weight)]
-        if set(saving) == {last} and all(len(members[of[weight]]) == 1 for weight in group):
+        if set(saving) == {last} and all(_alone(analysis, weight) for weight in group):
             kept.update(group)
     return analysis.weights - kept
+
+
+def _alone(analysis: Analysis, weight: str) -> bool:
+    """Whether a weight, or the op that makes a copy or view of it, has a class of its own."""
+    maker = analysis.program.producer.get(weight)
+    return len(analysis.classes.members[analysis.classes.of[maker.name if maker else weight]]) == 1
 
 
 def _derived(analysis: Analysis, weight: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autopar.errors import ConstraintError
 from autopar.ir.layout import I
 from autopar.ir.mesh import Link, Mesh, Seconds
 from autopar.ir.program import Parameter, Program, Value
@@ -30,7 +31,7 @@ from autopar.ir.training_step import MicrobatchLoop, TrainingStep
 from autopar.passes.stage_regions import fine_starts, passing_bytes
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.plan.options import INFERENCE, Options
+from autopar.plan.options import AUTO, INFERENCE, Options
 from autopar.plan.stages import StageSteps
 from autopar.planning.cut_bound import least_of_cuts
 from autopar.planning.optimize import analysed, least_price
@@ -74,10 +75,17 @@ def least_step(
 
 
 def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
-    """Seconds that the forward of a micro-batch takes at least, with a share of what is done once for `MANY` of them."""
+    """Seconds that the forward of a micro-batch takes at least, with a share of what is done once for `MANY` of them.
+
+    By any strategy, where that of the options is of training alone, as those that split activations between blocks.
+    """
     alone = replace(repeated(step, MANY), program=forward_only(step.program))
     given = replace(options, mode=INFERENCE, outputs="sharded")
-    return least_price(analysed(alone, mesh, given), mesh, given, settings) / MANY
+    try:
+        return least_price(analysed(alone, mesh, given), mesh, given, settings) / MANY
+    except ConstraintError:
+        free = replace(given, strategy=AUTO)
+        return least_price(analysed(alone, mesh, free), mesh, free, settings) / MANY
 
 
 def least_message(program: Program, mesh: Mesh, link: Link, *, back: bool) -> Seconds:

@@ -36,7 +36,7 @@ PLANS = {
     "fsdp, a vocabulary that is not divided": (LLAMA, (4,), {"strategy": "fsdp"}, 0.27),
     "nested and tensor parallel": (LLAMA, (2, 2), NESTED, 0.65),
     "blocked: query, key and value in one weight": (GPT2, (2,), {"strategy": "megatron"}, 0.75),
-    "in stages, with a shared embedding": (LLAMA, {"pp": 2, "dp": 2}, STAGES, 0.34),
+    "in stages, with a shared embedding": (LLAMA, {"pp": 2, "dp": 2}, STAGES, 0.38),
     "two stages a rank": (GPT2, {"pp": 1, "dp": 2}, STAGES | {"stages": 2}, 0.55),
 }
 
@@ -82,7 +82,7 @@ def test_every_rank_has_its_parts_of_the_weights(pool: WorkerPool, tmp_path: Pat
     found = pool.run(f"{__name__}:loaded", (tmp_path, sizes, mesh, options), ranks=ranks, keep=True)
     assert [one[0] for one in found] == [[]] * ranks
     assert max(one[1] for one in found) < 1e-6
-    assert all(one[2] <= share for one in found)
+    assert max(one[2] for one in found) <= share
 
 
 def test_a_checkpoint_without_the_head_is_found_by_its_own_names(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import autopar
 from autopar.errors import AutoparError, BudgetError
 from autopar.ir.mesh import Link
 from autopar.ir.program import Program
@@ -288,3 +289,12 @@ def test_a_stage_that_fits_by_its_plan_in_plenty_of_memory_is_not_solved_again(
     found = next(over.planner.alone(steps, cut))
     assert bool(calls) == again
     assert (found.found is first.found) == (not again)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp+tp", "megatron"])
+def test_stages_by_a_strategy_of_training_alone_have_a_bound(strategy: str) -> None:
+    """Before, the bound of the forward alone refused those that split activations with gradients between blocks."""
+    model, sample = models.make("gpt2")
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    made = autopar.plan(model, sample, mesh, device="h100", pipeline="pp", strategy=strategy, microbatches=2, schedule="1f1b")
+    assert 0 <= made.gap < 1
