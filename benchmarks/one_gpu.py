@@ -242,12 +242,11 @@ def run(case: Case) -> Found:
         second, own_peak, _ = own.warmed(torch.cuda.memory_allocated() - sum(x.nbytes for x in batch.values()) - _held(own))
         rounds = [(parallel.seconds(), own.seconds()) for _ in range(ROUNDS)]
         kernels, largest = device_seconds(parallel)
-    simulated = plan.breakdown.simulated
     return Found(
         case=case.name, predicted=plan.step_time, measured=statistics.median(one for one, _ in rounds),
         own=statistics.median(one for _, one in rounds), planned=plan.peak_memory, peak=peak, own_peak=own_peak,
         reserved=reserved, first=(first, second), kernels=kernels, largest=largest,
-        groups={group.name: group.seconds for group in simulated.kernels} if simulated else {},
+        groups={group.name: group.seconds for group in plan.breakdown.simulated.kernels},
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class Pricer:
     fused: bool  # one kernel runs all of its products, and one their backward
     attention: bool
     draws: bool
-    alone: bool  # one kernel runs its backward, whatever torch dispatches on meta tensors
+    single: bool  # one kernel runs its backward, whatever torch dispatches on meta tensors
     shares: tuple[float, float]  # of the memory bandwidth that its kernels reach, forward and backward
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
@@ -203,7 +203,7 @@ class Pricer:
             return self._part_gradient(self.part, operands, results)
         if not written:
             return Work()
-        if self.saved.traffic is not None and not self.alone:
+        if self.saved.traffic is not None and not self.single:
             moved = self.saved.local_traffic(operands, results)
             return Work(flops=self.backward_flops(operands, results), bytes=moved, kernels=self.saved.kernels)
         moved = sum(math.prod(results[p]) * self.results[p] for p in self.results_with_gradient)
@@ -259,7 +259,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         fused=row.flops is None or row.kind is OpKind.ATTENTION,
         attention=row.kind is OpKind.ATTENTION,
         draws=row.kind is OpKind.DROPOUT,
-        alone=row.kind in (OpKind.ATTENTION, OpKind.DROPOUT, OpKind.NORM),
+        single=row.kind in (OpKind.ATTENTION, OpKind.DROPOUT, OpKind.NORM),
         shares=device.share(row.kind.name.lower() if row.kind and not part else ""),
         picks=next(iter(call.positions(row.picks)), None),
         continuous=dtype.is_floating_point or dtype.is_complex,

@@ -25,7 +25,7 @@ Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
 class Dispatched(TorchDispatchMode):
-    """Bytes of the tensors that operators read and write, but for views."""
+    """Bytes of the tensors that operators read and write; counted apart from `analysis.traffic`, which it judges."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
