@@ -53,7 +53,8 @@ class SavedTensors:
 
     `forward` is the peak workspace of the forward, beside operands, results and internal tensors; `backward` that of the
     backward, beside these and all gradients, which is negative where they are never alive at the same time. `traffic` is what
-    the backward's `kernels` read and write, one by one; None where that is not known.
+    the backward's `kernels` read and write, one by one, `strided` that of those that compute addresses (`analysis.traffic`), of
+    as many elements as `computed` has instead of bytes; None where that is not known.
     """
 
     operands: tuple[int, ...] = ()
@@ -62,6 +63,8 @@ class SavedTensors:
     forward: Share | None = None
     backward: Share | None = None
     traffic: tuple[Share, ...] | None = None
+    strided: tuple[Share, ...] = ()
+    computed: tuple[Share, ...] = ()
     kernels: int = 0
     through: tuple[int, ...] = ()  # positions of operands whose gradient aliases a result's gradient
 
@@ -82,9 +85,14 @@ class SavedTensors:
         """Bytes of workspace of the backward on one rank with these local shapes."""
         return self.backward.local(operands, results) if self.backward else 0
 
-    def local_traffic(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
-        """Bytes that the backward moves on one rank with these local shapes."""
-        return sum(share.local(operands, results) for share in self.traffic or ())
+    def local_traffic(self, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[Bytes, Bytes, int]:
+        """What the backward moves on one rank with these local shapes: bytes, those of kernels that compute addresses, and
+        elements of these."""
+        total, strided, computed = (
+            sum(share.local(operands, results) for share in shares)
+            for shares in (self.traffic or (), self.strided, self.computed)
+        )
+        return total, strided, computed
 
 
 NOTHING = SavedTensors()
@@ -237,6 +245,8 @@ def _with_backward(
         found,
         backward=_share(most - before - new, 0, operands, results),
         traffic=tuple(_together(_share(size, numel, operands, results) for size, numel in traffic.moved)),
+        strided=tuple(_together(_share(size, numel, operands, results) for size, numel in traffic.strided)),
+        computed=tuple(_together(_share(numel, numel, operands, results) for numel in traffic.computed)),
         kernels=traffic.kernels,
         through=through,
     )

@@ -1,6 +1,7 @@
 """What kernels read and write, counted from the operators that torch dispatches: on meta tensors, without running any.
 
 A view moves nothing, nor does memory that is only allocated. An element is read once, however often a broadcast repeats it.
+A pointwise kernel whose operands are broadcast, or have other strides than its result, computes an address for every element.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ SHAPE_OF_FIRST = ("aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts bytes by the size of the tensor that they belong to: pairs of bytes and elements; and kernels."""
+    """Counts bytes by the size of the tensor that they belong to: pairs of bytes and elements; and kernels.
+
+    Of the kernels that compute addresses, `strided` are the bytes once more, and `computed` how many elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.moved: list[tuple[Bytes, int]] = []
+        self.strided: list[tuple[Bytes, int]] = []
+        self.computed: list[int] = []
         self.kernels = 0
 
     def __torch_dispatch__(
@@ -41,13 +47,22 @@ class Traffic(TorchDispatchMode):
         if not views and not name.startswith(NOTHING):
             read = args[1:] if name.startswith(SHAPE_OF_FIRST) else args[: 0 if name.startswith(LIKE) else None]
             given = {id(leaf): leaf for leaf in _tensors((*read, *(kwargs or {}).values()))}
-            self.moved += [(_bytes(leaf), leaf.numel()) for leaf in (*given.values(), *_tensors(found))]
+            moved = [(_bytes(leaf), leaf.numel()) for leaf in (*given.values(), *_tensors(found))]
+            self.moved += moved
             self.kernels += 1
+            if torch.Tag.pointwise in func.tags and isinstance(found, torch.Tensor) and _apart(given.values(), found):
+                self.strided += moved
+                self.computed.append(found.numel())
         return found
 
 
 def _tensors(data: object) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
+
+
+def _apart(operands: Iterable[torch.Tensor], result: torch.Tensor) -> bool:
+    """Whether an operand, other than a single number, lies otherwise in memory than the result."""
+    return any(x.dim() and (x.shape != result.shape or x.stride() != result.stride()) for x in operands)
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:

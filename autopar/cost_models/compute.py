@@ -13,8 +13,9 @@ are those of the products that an operator's row names (`autopar.operators.flops
 Backward: one more product for each side of a product that needs a gradient; fused attention computes its scores once more (T.
 Dao, FlashAttention-2, 2023, section 4.1). Norms and dropout read the results' gradients and what autograd kept, and write the
 operands' gradients, in one kernel. Others read and write what the operators that torch dispatches in their backward do, each a
-kernel (`analysis.traffic`), or as much as norms where these are not known. A gradient that is handed on as it is (of an add,
-say) costs nothing. Of a value with several consumers the gradients are added up, one after the other: two are read and one is
+kernel (`analysis.traffic`), or as much as norms where these are not known. A pointwise kernel with a broadcast operand computes
+an address for every element, which may take longer than its bytes. A gradient that is handed on as it is (of an add, say) costs
+nothing. Of a value with several consumers the gradients are added up, one after the other: two are read and one is
 written for each but the last consumer, as `Op.summed` tells.
 """
 
@@ -29,13 +30,14 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.analysis.saved_tensors import NOTHING, SavedTensors, saved
 from autopar.cost_models.kernels import attention_seconds, products_seconds
+from autopar.ir.kernel_rates import ALIGNMENT
 from autopar.ir.layout import Shape
 from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Fused, Op, Value, aten, filled, overload
 from autopar.operators import Rule, fit, row_of, view_of, writes
 from autopar.operators.call import Call, Local
 from autopar.operators.facts import OpKind
-from autopar.operators.flops import Product
+from autopar.operators.flops import Product, contraction
 
 Shapes = Sequence[Shape]
 
@@ -47,14 +49,17 @@ class Work:
     flops: int = 0
     bytes: int = 0
     kernels: int = 0
+    strided: int = 0  # bytes among them of pointwise kernels that compute an address for every element,
+    computed: int = 0  # so many elements
 
     def __add__(self, other: Work) -> Work:
-        return Work(flops=self.flops + other.flops, bytes=self.bytes + other.bytes, kernels=self.kernels + other.kernels)
+        return Work(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
 
 
-def roofline(work: Work, arithmetic: Seconds, bandwidth: float, launch: Seconds) -> Seconds:
-    """The time of some work whose operations take so long; no kernels take no time."""
-    return max(arithmetic, work.bytes / bandwidth, work.kernels * launch) if work.kernels or work.bytes else 0.0
+def roofline(work: Work, arithmetic: Seconds, bandwidth: float, launch: Seconds, addresses: float = math.inf) -> Seconds:
+    """The time of some work whose operations take so long, at so many `addresses` per second; no kernels take no time."""
+    moving = (work.bytes - work.strided) / bandwidth + max(work.strided / bandwidth, work.computed / addresses)
+    return max(arithmetic, moving, work.kernels * launch) if work.kernels or work.bytes else 0.0
 
 
 def peak(dtype: torch.dtype, device: Device) -> float:
@@ -79,6 +84,7 @@ class Pricer:
     free: bool  # no kernel in the forward
     writes: bool  # into its first operand, of which it reads nothing
     operations: Operations | None  # None: one per element
+    matrices: bool  # whether its products are of its operands as they lie in memory
     fused: bool  # one kernel runs all of its products, and one their backward
     attention: bool
     draws: bool
@@ -86,6 +92,7 @@ class Pricer:
     shares: tuple[float, float]  # of the memory bandwidth that its kernels reach, forward and backward
     picks: int | None  # the operand of which only the picked elements are read
     continuous: bool  # whether it computes with floating-point numbers
+    pointwise: bool  # whether a result's element is computed from those in its place
     backward: bool
     gradients: tuple[int, ...]  # operands that need a gradient
     results_with_gradient: tuple[int, ...]
@@ -119,7 +126,8 @@ class Pricer:
         if self.rates and work.kernels:
             return max(self.amount(work) / self.rates[way], self.device.launch)
         arithmetic = self._arithmetic(work, operands, results, way) if work.flops else 0.0
-        return roofline(work, arithmetic, self.device.bandwidth * self.shares[way], self.device.launch)
+        bandwidth = self.device.bandwidth * self.shares[way]
+        return roofline(work, arithmetic, bandwidth, self.device.launch, self.device.addresses)
 
     def _arithmetic(self, work: Work, operands: Shapes, results: Shapes, way: int) -> Seconds:
         """Seconds of the operations alone, by the laws of `kernels` where the device has their coefficients."""
@@ -132,7 +140,14 @@ class Pricer:
         if way:
             products = [made for product in products for made in product.backward(self.gradients)]
         other = work.flops - sum(product.flops for product in products)  # adding up the gradients of what is added
-        return products_seconds(products, self.peak, device) + other / self.peak
+        return products_seconds(products, self.peak, device, aligned=self._aligned(operands, results)) + other / self.peak
+
+    def _aligned(self, operands: Shapes, results: Shapes) -> bool:
+        """Whether the rows of all its matrices, which are those of its backward too, begin at multiples of `ALIGNMENT`."""
+        if not self.matrices or not self.device.aligns:
+            return True
+        shapes = zip((*operands, *results), (*self.operands, *self.results), strict=True)
+        return all(shape[-1] * size % ALIGNMENT == 0 for shape, size in shapes if len(shape) > 1)
 
     def amount(self, work: Work) -> int:
         """What a measured rate counts: operations of what consists of products, bytes of other operators."""
@@ -151,8 +166,10 @@ class Pricer:
         written = sum(math.prod(s) * size for s, size in zip(results, self.results, strict=True))
         if self.picks is not None:
             read += written - math.prod(operands[self.picks]) * self.operands[self.picks]
-        inside = self.saved.local_internal(operands, results)
-        return Work(flops=self.flops(operands, results), bytes=read + written + inside, kernels=1)
+        moved = read + written + self.saved.local_internal(operands, results)
+        broadcast = self.pointwise and any(math.prod(shape) > 1 and shape != results[0] for shape in operands)
+        strided, computed = (moved, math.prod(results[0])) if broadcast else (0, 0)
+        return Work(flops=self.flops(operands, results), bytes=moved, kernels=1, strided=strided, computed=computed)
 
     def _part(self, part: Fused, operands: Shapes, results: Shapes) -> Work:
         """The forward's share in a kernel of several ops, whose launch is that of what it writes."""
@@ -204,8 +221,9 @@ class Pricer:
         if not written:
             return Work()
         if self.saved.traffic is not None and not self.single:
-            moved = self.saved.local_traffic(operands, results)
-            return Work(flops=self.backward_flops(operands, results), bytes=moved, kernels=self.saved.kernels)
+            moved, strided, computed = self.saved.local_traffic(operands, results)
+            flops, kernels = self.backward_flops(operands, results), self.saved.kernels
+            return Work(flops=flops, bytes=moved, kernels=kernels, strided=strided, computed=computed)
         moved = sum(math.prod(results[p]) * self.results[p] for p in self.results_with_gradient)
         moved += sum(math.prod(operands[p]) * self.operands[p] for p in (*written, *self.saved.operands))
         moved += sum(math.prod(results[p]) * self.results[p] for p in self.saved.results)
@@ -256,6 +274,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         free=view_of(op, values) and not writes(op),
         writes=view_of(op, values) and bool(writes(op)),
         operations=_operations(op, row, call, values),
+        matrices=row.flops is contraction,
         fused=row.flops is None or row.kind is OpKind.ATTENTION,
         attention=row.kind is OpKind.ATTENTION,
         draws=row.kind is OpKind.DROPOUT,
@@ -263,6 +282,7 @@ def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
         shares=device.share(row.kind.name.lower() if row.kind and not part else ""),
         picks=next(iter(call.positions(row.picks)), None),
         continuous=dtype.is_floating_point or dtype.is_complex,
+        pointwise=bool(aten(op.target)) and torch.Tag.pointwise in overload(op.target).tags,
         backward=backward,
         gradients=tuple(p for p, value in enumerate(call.operands) if value.requires_grad) if backward else (),
         results_with_gradient=tuple(p for p, value in enumerate(op.results) if value.requires_grad),

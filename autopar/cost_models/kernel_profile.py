@@ -112,7 +112,8 @@ def _product(m: int, n: int, dtype: torch.dtype, device: Device) -> Kernel:
 
 
 def fitted(kernels: Sequence[Kernel], seconds: Sequence[tuple[Seconds, Seconds]], base: Device, processors: int) -> Device:
-    """`base` with the coefficients that these timings, forward and backward of each kernel, give.
+    """`base` with the coefficients that these timings, forward and backward of each kernel, give: all but those of unaligned
+    products and of addresses.
 
     Kernels as short as a launch tell nothing, nor do products that memory bounds. Raises MeshError where timings are missing,
     are not positive numbers, or are of too few kernels.
@@ -135,9 +136,10 @@ def fitted(kernels: Sequence[Kernel], seconds: Sequence[tuple[Seconds, Seconds]]
             elif work.bytes < 0.5 * base.bandwidth * abs(time):
                 products.append(ProductTiming(sizes=tuple(size for size in sizes if size), seconds=time))
     source = f"measured on {base.name}, torch {torch.__version__}"
+    unaligned = base.product.unaligned if base.product else 1.0
     return replace(
         base,
-        product=product_rate(products, base.flops["float16"], processors, source),
+        product=replace(product_rate(products, base.flops["float16"], processors, source), unaligned=unaligned),
         attention=attention_rate(attention, source) if attention else base.attention,
         achieved={**base.achieved, **bandwidth_shares(memory, base.bandwidth)},
         source=f"{base.source}; kernels {source}",

@@ -25,6 +25,18 @@ ACHIEVED: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "l4": {"stream": (0.77, 0.77), "norm": (0.79, 0.29), "dropout": (0.77, 0.77)},
 }
 
+# Operations per cycle and processor in half precision of matrices whose rows are no multiples of 16 bytes, which kernels load
+# element by element. On an H200 the products with GPT-2's 50,257 words reach 122 TFLOP/s, which is 528 of them
+# (benchmarks/results/one_gpu.txt); on an A100 nanoGPT's step became a quarter faster with 50,304 words, about as much. Netflix
+# ("Scaling LLM Post-Training", 2026) found a head three times as slow without padding. At their peaks, processors do 2048 on
+# A100, 4096 on H100, 8192 on B200, 1024 on V100, T4, L4 and L40S, and 512 on the others.
+UNALIGNED = 512
+
+# Elements per second and processor of torch's pointwise kernels where an operand is broadcast or strides differ
+# (`elementwise_kernel` with an offset calculator): 3.0 ps an element on the H200 of benchmarks/results/one_gpu.txt for products
+# in bfloat16, 3.2 in float32, though their bytes differ by two. Clocks of the others are about the same.
+ADDRESSES = 2.45e9
+
 TILE_BYTES = 128 * 256 * 2  # results of a tile in half precision
 # Keys that starting a tile of queries costs: not causal, causal. FlashAttention-2's rows of micro.csv from 512 on, within 4%
 # (the forward alone: 9%).
@@ -39,7 +51,7 @@ class Kernels:
     """What the kernels of one device reach.
 
     `processors` multiply matrices, a tile each at a time, at `fraction` of the peak; `achieved` are shares of the memory's
-    bandwidth; `source` is that of the fraction.
+    bandwidth; `source` is that of the fraction. `unaligned` is the share of the peak where matrices are not aligned.
     """
 
     processors: int
@@ -47,6 +59,7 @@ class Kernels:
     source: str
     attention: AttentionRate
     achieved: Mapping[str, tuple[float, float]]
+    unaligned: float = 1.0
 
 
 def _apart(both: Mapping[int, float], source: str) -> AttentionRate:
@@ -75,6 +88,7 @@ A100 = Kernels(
     source="fit on mpt.csv, A100-80 rows; best single products reach 0.87 (micro.csv)",
     attention=_apart(FLASH2_A100, FLASH2),
     achieved=ACHIEVED["a100"],
+    unaligned=UNALIGNED / 2048,
 )
 A100_40 = replace(A100, fraction=0.765, source="fit on mpt.csv, A100-40 rows; Megatron's linears reach 0.84 (micro.csv)")
 H100 = Kernels(
@@ -88,6 +102,7 @@ H100 = Kernels(
         source="FlashAttention-2, rows of H100-SXM-80 in micro.csv, 'attention forward' and 'attention forward+backward'",
     ),
     achieved=ACHIEVED["a100"],
+    unaligned=UNALIGNED / 4096,
 )
 V100 = Kernels(
     processors=80,
@@ -95,6 +110,7 @@ V100 = Kernels(
     source="fit on the V100 runs of oneflow_gpt.csv and aceso.csv; Megatron's linears reach 0.68 (micro.csv)",
     attention=_apart(_scaled(FLASH1_A100, 125 / 312), LIKE_FLASH1),
     achieved=ACHIEVED["v100"],
+    unaligned=UNALIGNED / 1024,
 )
 L4 = Kernels(
     processors=58,
@@ -102,6 +118,7 @@ L4 = Kernels(
     source="fit on the L4 runs of mist.csv and aceso.csv; Megatron's linears reach 0.29 to 0.60, long ones less (micro.csv)",
     attention=_apart(_scaled(FLASH2_A100, 121 / 312 * 0.50 / 0.786), f"{LIKE_A100}, at L4's clock"),
     achieved=ACHIEVED["l4"],
+    unaligned=UNALIGNED / 1024,
 )
 
 KERNELS: dict[str, Kernels] = {
@@ -121,6 +138,7 @@ KERNELS: dict[str, Kernels] = {
             source="assumed, nothing measured: FlashAttention-2, without Blackwell's own instructions: H100's by processors",
         ),
         achieved=ACHIEVED["a100"],
+        unaligned=UNALIGNED / 8192,
     ),
     "l4": L4,
     "l40s": Kernels(
@@ -129,6 +147,7 @@ KERNELS: dict[str, Kernels] = {
         source="assumed, nothing measured: g of A100; L4, its architecture, is held back by its 72 W",
         attention=_apart(_scaled(FLASH2_A100, 362.05 / 312), LIKE_A100),
         achieved=ACHIEVED["l4"],
+        unaligned=UNALIGNED / 1024,
     ),
     "t4": Kernels(
         processors=40,
@@ -136,6 +155,7 @@ KERNELS: dict[str, Kernels] = {
         source="assumed, nothing measured: g of L4, which has as little power, 72 W and 70 W",
         attention=_apart(_scaled(FLASH1_A100, 65 / 312 * 0.50 / 0.786), f"{LIKE_FLASH1}, at T4's clock"),
         achieved=ACHIEVED["v100"],
+        unaligned=UNALIGNED / 1024,
     ),
     "rtx4090": Kernels(
         processors=128,
@@ -191,8 +211,15 @@ def reached(device: Device) -> Device:
     """
     kernels = KERNELS[device.name]
     wave = kernels.processors * TILE_BYTES / (device.bandwidth * kernels.achieved["stream"][0])
-    product = ProductRate(processors=kernels.processors, fraction=kernels.fraction, wave=wave, source=kernels.source)
-    return replace(device, product=product, attention=kernels.attention, achieved=kernels.achieved)
+    product = ProductRate(
+        processors=kernels.processors,
+        fraction=kernels.fraction,
+        wave=wave,
+        source=kernels.source,
+        unaligned=kernels.unaligned,
+    )
+    addresses = kernels.processors * ADDRESSES
+    return replace(device, product=product, attention=kernels.attention, achieved=kernels.achieved, addresses=addresses)
 
 
 __all__ = ["ACHIEVED", "KERNELS", "MEGATRON_SOFTMAX", "MPT_TRITON", "Kernels", "reached"]

@@ -30,12 +30,12 @@ AREA = 128 * 256
 DEPTH = 64  # fewest summands in a part of a split sum
 
 
-def products_seconds(products: Iterable[Product], peak: float, device: Device) -> Seconds:
+def products_seconds(products: Iterable[Product], peak: float, device: Device, *, aligned: bool = True) -> Seconds:
     """Seconds of matrix products, one after the other, at a peak in operations per second, by the device's `product`."""
     rate = device.product
     assert rate is not None, "the device has no coefficients of products"
-    reached = peak * rate.fraction * device.power
     ordinary = min(peak, device.flops["float32"]) * rate.fraction * device.power
+    reached = max(ordinary, peak * min(rate.fraction, 1.0 if aligned else rate.unaligned) * device.power)
     total = 0.0
     for product in products:
         plain = product.flops / (ordinary if product.sizes else reached)

@@ -7,7 +7,7 @@
 
 Of a GPU there are also coefficients of kernels' laws (`kernels`), in the place of rates:
 
- "product": {"processors": 132, "fraction": 0.66, "wave": 5e-06},
+ "product": {"processors": 132, "fraction": 0.66, "wave": 5e-06, "unaligned": 0.125}, "addresses": 3.2e+11,
  "attention": {"forward": {"128": 3.6e14}, "backward": {"128": 3.2e14}, "start": [200, 510]},
  "achieved": {"stream": [0.85, 0.85], "norm": [0.52, 0.23]}, "interference": 0.45,
  "host": {"latency": 9e-06, "bandwidth": 5.2e10, "memory": 2.2e12, "memory_bandwidth": 6.1e11}     of the bus, and of a node
@@ -20,6 +20,7 @@ and where a disk was measured
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,6 +66,7 @@ class _Product:
     processors: int
     fraction: float
     wave: float
+    unaligned: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ class _Profile:
     links: Mapping[int, Mapping[str, tuple[float, float]]]
     interference: float = 1.0
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    addresses: float = math.inf
     product: _Product | None = None
     attention: _Attention | None = None
     host: _Host | None = None
@@ -128,7 +131,7 @@ def load(path: str | Path) -> Device:
     return Device(
         name=found.name, flops=peaks.flops, memory=int(peaks.memory), bandwidth=peaks.bandwidth, launch=peaks.launch,
         inner="gloo", outer="gloo", per_node=max([1, *links]), source=source, links=links, rates=found.rates,
-        interference=found.interference, achieved=found.achieved,
+        interference=found.interference, achieved=found.achieved, addresses=found.addresses,
         product=ProductRate(**asdict(product), source=source) if product else None,
         attention=AttentionRate(**asdict(attention), source=source) if attention else None,
         **_memories(found),
@@ -156,7 +159,7 @@ def _measured(device: Device) -> dict[str, object]:
     """What kernels reach, and the memories behind the device's own, as far as they are known."""
     found: dict[str, object] = {}
     if product := device.product:
-        found["product"] = {"processors": product.processors, "fraction": product.fraction, "wave": product.wave}
+        found["product"] = {name: number for name, number in asdict(product).items() if name != "source"}
     if attention := device.attention:
         found["attention"] = {
             "forward": {str(dim): rate for dim, rate in attention.forward.items()},
@@ -165,6 +168,8 @@ def _measured(device: Device) -> dict[str, object]:
         }
     if device.achieved:
         found["achieved"] = {kind: list(shares) for kind, shares in device.achieved.items()}
+    if device.addresses != math.inf:
+        found["addresses"] = device.addresses
     if device.interference != 1:
         found["interference"] = device.interference
     if host := device.host:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from autopar.errors import MeshError
 
+ALIGNMENT = (
+    16  # bytes that one load of a kernel for tensor cores takes: a row of a matrix begins at a multiple of them, or it is slow
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRate:
@@ -17,12 +21,15 @@ class ProductRate:
     fraction: float  # of the peak, which long full waves reach, as powered and clocked (g)
     wave: float  # seconds of a wave of tiles of 128 x 256 beside their arithmetic: filling, storing; by area for others (w)
     source: str
+    unaligned: float = 1.0  # most of the peak where rows of matrices do not begin at multiples of `ALIGNMENT`
 
     def __post_init__(self) -> None:
-        positive("a product's", {"number of processors": self.processors, "fraction of the peak": self.fraction})
+        shares = {"fraction of the peak": self.fraction, "unaligned fraction of the peak": self.unaligned}
+        positive("a product's", {"number of processors": self.processors, **shares})
         positive("a product's", {"wave": self.wave}, zero=True)
-        if self.fraction > 1:
-            raise MeshError(f"a product's fraction of the peak is at most 1, not {self.fraction}")
+        for name, share in shares.items():
+            if share > 1:
+                raise MeshError(f"a product's {name} is at most 1, not {share}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,4 +57,4 @@ def positive(whose: str, numbers: Mapping[str, float], *, zero: bool = False) ->
             raise MeshError(f"{whose} {name} is {number}, not a {kind} finite number")
 
 
-__all__ = ["AttentionRate", "ProductRate", "positive"]
+__all__ = ["ALIGNMENT", "AttentionRate", "ProductRate", "positive"]

@@ -115,6 +115,8 @@ class Device:
     # Shares of the memory bandwidth that kernels reach, forward and backward: "stream", and by the kind of operator "norm",
     # "softmax", "dropout", as a stream where there is none; 1 where none is given.
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # Elements per second of pointwise kernels that compute an address for each, where operands are broadcast or strides differ.
+    addresses: float = math.inf
     power: float = 1.0  # share of the products' rate that is left under a power limit below the board's own
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
     # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
@@ -126,6 +128,8 @@ class Device:
         positive(whose, {"memory": self.memory, "bandwidth": self.bandwidth, "devices per node": self.per_node})
         positive(whose, {f"{dtype} rate": rate for dtype, rate in self.flops.items()})
         positive(whose, {"power": self.power})
+        if self.addresses != math.inf:
+            positive(whose, {"rate of addresses": self.addresses})
         positive(whose, {"host's memory": self.host_memory, "host's bandwidth": self.host_bandwidth}, zero=True)
         positive(whose, {"launch": self.launch, "interference": self.interference}, zero=True)
         for kind, shares in self.achieved.items():
@@ -145,7 +149,12 @@ class Device:
 
     def at_peak(self) -> Device:
         """This device as its data sheet has it: a roofline without efficiencies, and a step that is the sum of its parts."""
-        return replace(self, product=None, attention=None, achieved={}, power=1.0, interference=1.0)
+        return replace(self, product=None, attention=None, achieved={}, addresses=math.inf, power=1.0, interference=1.0)
+
+    @property
+    def aligns(self) -> bool:
+        """Whether products of matrices are slower whose rows are not aligned: a compiler pads them."""
+        return self.product is not None and self.product.unaligned < self.product.fraction and not self.compiled
 
     @property
     def cpu(self) -> bool:

@@ -1,4 +1,5 @@
-"""Padding: a dim that the mesh does not divide is made longer throughout the program, and what is true comes out the same.
+"""Padding: a dim that the mesh does not divide, or whose rows are not aligned in products of matrices, is made longer
+throughout the program, and what is true comes out the same.
 
     parameter wte [101, 8]                         parameter wte [104, 8]      stored as [101, 8]
     x = embedding(wte, words)             ->       x = embedding(wte, words)
@@ -27,34 +28,47 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.padding_groups import GroupFinder, PaddedDim, PaddingGroup
 from autopar.errors import LayoutError
 from autopar.ir.builder import Keywords, Rewriter
+from autopar.ir.kernel_rates import ALIGNMENT
 from autopar.ir.layout import Shape, chunk
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Argument, Op, Program, Ref
 from autopar.ir.shape_inference import Kind
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import localise, row_of
 from autopar.operators.facts import OpKind
+from autopar.operators.flops import contraction
 
 Rooms = Mapping[str, Shape]  # the shapes of padded values: of every group one, and every parameter of which it is a whole dim
 MOST = 1 / 3  # of a dim: more padding is more than what a few devices can win
 HEADS = -3  # which dim of attention's result they are
+HALF = 2  # bytes of an element in half precision
 
 
 class PaddingExtent(Enum):
-    """How much of a program is padded: nothing, the whole dims of parameters, or heads that are parts of dims too."""
+    """How much of a program is padded: nothing, the whole dims of parameters that products in half precision read, where the
+    device multiplies aligned matrices faster, those that the mesh does not divide, or heads that are parts of dims too.
+
+    Parts of a dim that is split are stored as torch splits it: to be aligned too, they would have to be longer than those.
+    """
 
     NONE = "none"
+    ALIGNED = "whole dims in half precision"
     DIMS = "whole dims"
     PARTS = "parts of dims"
 
-    def rooms(self, program: Program, sizes: Sequence[int]) -> Rooms:
-        """The shapes that are padded on a mesh of these sizes."""
-        return {} if self is PaddingExtent.NONE else rooms(program, sizes, parts=self is PaddingExtent.PARTS)
+    def rooms(self, program: Program, mesh: Mesh) -> Rooms:
+        """The shapes that are padded on a mesh, for its device."""
+        if self is PaddingExtent.ALIGNED:
+            aligns = mesh.device is not None and mesh.device.aligns
+            return rooms(program, (ALIGNMENT // HALF,), multiplied=True) if aligns else {}
+        return {} if self is PaddingExtent.NONE else rooms(program, mesh.sizes, parts=self is PaddingExtent.PARTS)
 
 
-def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dict[str, Shape]:
+def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False, multiplied: bool = False) -> dict[str, Shape]:
     """The shapes in which every whole dim of a parameter that can be padded has room for equal parts (`longer`).
 
-    With `parts` those of attention too, whose heads are parts of dims: then parameters are padded in every step.
+    With `parts` those of attention too, whose heads are parts of dims: then parameters are padded in every step. With
+    `multiplied` only dims along which matrices are multiplied in half precision.
     """
     walk, found, seen = GroupFinder(program), dict[str, Shape](), set[tuple[str, int]]()
     taken = set[str]()  # the computed values of groups: each may be padded in one dim
@@ -65,6 +79,8 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dic
             continue
         places = walk.places(name, dim)
         seen.update((other, place.dim) for other, place in places.items() if place.all)
+        if multiplied and not any(_halves(op) for other in places for op in walk.meets[other]):
+            continue
         group = walk.strand(places, size)
         if group and taken.isdisjoint(computed := places.keys() & program.producer.keys()):
             taken |= computed
@@ -72,6 +88,11 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False) -> dic
                 shape = found.get(other, program.values[other].shape)
                 found[other] = _with(shape, {places[other].dim: room})
     return {name: found[name] for name in program.values if name in found}
+
+
+def _halves(op: Op) -> bool:
+    """Whether it multiplies matrices in half precision as they lie in memory."""
+    return row_of(op).flops is contraction and op.results[0].dtype.itemsize == HALF
 
 
 def _seeds(program: Program, parts: bool) -> Iterator[tuple[str, int]]:

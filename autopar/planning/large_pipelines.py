@@ -27,7 +27,7 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts, microbatches
-from autopar.passes.padding import rooms
+from autopar.passes.padding import PaddingExtent
 from autopar.pipeline.clock import StageSeconds
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
@@ -220,7 +220,9 @@ class LargePipelineSearch(PipelineTrials):
         one that fits is slower than the one before."""
         for mesh, bounds in self._bounds:
             last, left = math.inf, sorted(bounds, key=bounds.__getitem__)
-            odd = self.options.strategy in PADDED and bool(rooms(self.program, mesh.sizes, parts=True))  # faster padded, maybe
+            odd = self.options.strategy in PADDED and bool(
+                PaddingExtent.PARTS.rooms(self.program, mesh)
+            )  # faster padded, maybe
             while left and (odd or bounds.get(left[0], 0.0) < self.seconds):
                 found = self.whole(mesh, runs := left.pop(0))
                 if last <= found < math.inf:

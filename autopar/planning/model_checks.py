@@ -10,7 +10,7 @@ from autopar.errors import MeshError, RuleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program, qualified, text
 from autopar.operators import rule_of, writes
-from autopar.passes.padding import rooms
+from autopar.passes.padding import PaddingExtent
 from autopar.solver.settings import DEFAULTS
 
 
@@ -39,7 +39,7 @@ def useless_axes(analysis: Analysis, mesh: Mesh, *, padding: bool) -> None:
 
 def _longer(program: Program, mesh: Mesh, size: int) -> Iterator[str]:
     """The dims that padding makes divisible by the size of an axis: "97 -> 104"."""
-    wider = rooms(program, mesh.sizes, parts=True)
+    wider = PaddingExtent.PARTS.rooms(program, mesh)
     dims = {pair for name in wider for pair in zip(program.values[name].shape, wider[name], strict=True)}
     yield from (f"{before} -> {after}" for before, after in sorted(dims) if before != after and after % size == 0)
 

@@ -271,7 +271,7 @@ class PipelineTrials(ABC):
         if known not in self._known_cuts:
             assert mesh.device is not None, "a mesh is planned with its device"
             step = microbatches(self.program, runs)
-            self._known_cuts[known] = StageCuts(padded(step, padding.rooms(step.program, sizes)), mesh.device)
+            self._known_cuts[known] = StageCuts(padded(step, padding.rooms(step.program, mesh)), mesh.device)
         return self._known_cuts[known]
 
     @property

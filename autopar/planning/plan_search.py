@@ -202,7 +202,7 @@ def _paddings(program: Program, mesh: Mesh, options: Options) -> dict[PaddingExt
     """What each padding makes room for on a mesh, where it differs from the one before."""
     found: dict[PaddingExtent, Rooms] = {}
     for padding in PaddingExtent if options.strategy in PADDED else (PaddingExtent.NONE,):
-        rooms = padding.rooms(program, mesh.sizes)
+        rooms = padding.rooms(program, mesh)
         if rooms not in found.values():
             found[padding] = rooms
     return found

@@ -91,12 +91,16 @@ def test_a_device_is_recovered_from_the_times_of_a_program() -> None:
 
 def test_coefficients_are_written_and_read_back(tmp_path: Path) -> None:
     found = kernels()
-    device = gpu_device(found, JOB, [times(found, TRUE)] * 2, BASE, 132, DISK)
+    base = DEVICES["h100"]
+    device = gpu_device(found, JOB, [times(found, TRUE)] * 2, base, 132, DISK)
     save(device, tmp_path / "machine.json")
     again = load(tmp_path / "machine.json")
+    assert base.product is not None
+    assert base.product.unaligned < 1
     assert again.product is not None
     assert device.product is not None
     assert dataclasses.replace(again.product, source="") == dataclasses.replace(device.product, source="")
+    assert (again.product.unaligned, again.addresses) == (base.product.unaligned, base.addresses)
     assert again.attention is not None
     assert device.attention is not None
     assert dataclasses.replace(again.attention, source="") == dataclasses.replace(device.attention, source="")

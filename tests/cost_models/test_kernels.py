@@ -153,6 +153,50 @@ def test_kernels_bound_by_memory_reach_the_share_of_their_kind(kind: str, share:
     assert real.backward_seconds(*built.shapes) == pytest.approx(back.bytes / (share[1] * device.bandwidth))
 
 
+def head(words: int) -> Built:
+    """The head of GPT-2 medium in the H200's run of benchmarks/one_gpu.py, 8 x 1024 tokens."""
+    return op(
+        "aten.linear.default",
+        x(8192, 1024, dtype=torch.bfloat16, grad=True),
+        x(words, 1024, dtype=torch.bfloat16, grad=True),
+    )
+
+
+def test_matrices_whose_rows_are_not_aligned_are_multiplied_as_slowly_as_was_measured() -> None:
+    odd, even = head(50257), head(50264)
+    h200 = DEVICES["h200"]
+    price = odd.pricer(h200)(*odd.shapes)
+    assert price == pytest.approx(20.65e-3, rel=0.05)  # its three cutlass kernels with "align1", benchmarks/results/one_gpu.txt
+    for name in (
+        "a100-80gb",
+        "h100",
+        "h200",
+    ):  # "tripling that layer's execution time": Netflix, Scaling LLM Post-Training, 2026
+        slower, faster = (built.pricer(DEVICES[name])(*built.shapes) for built in (odd, even))
+        assert 2.5 < slower / faster < 5.5
+    compiled = dataclasses.replace(h200, compiled=True)  # Inductor pads
+    assert odd.pricer(compiled)(*odd.shapes) == pytest.approx(even.pricer(compiled)(*even.shapes), rel=0.01)
+    single = (x(8192, 1024), x(50257, 1024)), (x(8192, 1024), x(50264, 1024))  # on ordinary cores
+    ordinary = [op("aten.linear.default", *operands) for operands in single]
+    slower, faster = (built.pricer(h200)(*built.shapes) for built in ordinary)
+    assert slower == pytest.approx(faster, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype, picoseconds", [(torch.bfloat16, 3.0), (torch.float32, 3.2)], ids=str)
+def test_a_broadcast_product_takes_what_was_measured_by_its_elements(dtype: torch.dtype, picoseconds: float) -> None:
+    """Weights of norms in bfloat16, statistics in float32, in Llama 3.2 1B on an H200: benchmarks/results/one_gpu.txt."""
+    h200, rows, width = DEVICES["h200"], 8192, 2048
+    other = (width,) if dtype is torch.bfloat16 else (rows, 1)
+    built = op("aten.mul.Tensor", x(rows, width, dtype=dtype), x(*other, dtype=dtype, grad=False))
+    price = built.pricer(h200)
+    assert price.forward_seconds(*built.shapes) == pytest.approx(picoseconds * 1e-12 * rows * width, rel=0.1)
+    assert price.backward_seconds(*built.shapes) == pytest.approx(picoseconds * 1e-12 * rows * width, rel=0.1)
+    plain = op("aten.mul.Tensor", x(rows, width, dtype=dtype), x(rows, width, dtype=dtype, grad=False))
+    assert plain.pricer(h200).forward_seconds(*plain.shapes) == pytest.approx(
+        plain.pricer(h200).forward(*plain.shapes).bytes / h200.streaming
+    )
+
+
 def test_a_power_limit_slows_products_only() -> None:
     limited = dataclasses.replace(DEVICES["h100"], power=0.85)
     large = op("aten.mm.default", x(8192, 8192, dtype=HALF), x(8192, 8192, dtype=HALF))
@@ -166,10 +210,15 @@ def test_a_power_limit_slows_products_only() -> None:
 def test_rates_that_no_device_has_are_refused(bad: float) -> None:
     with pytest.raises(MeshError, match=r"a product's fraction of the peak is .*, not a positive finite number"):
         ProductRate(processors=1, fraction=bad, wave=0.0, source="")
+    with pytest.raises(MeshError, match="a product's unaligned fraction of the peak is"):
+        ProductRate(processors=1, fraction=1.0, unaligned=bad, wave=0.0, source="")
     with pytest.raises(MeshError, match="attention's rate at head dim 64 is"):
         AttentionRate(forward={64: 1e12}, backward={64: bad}, start=(0.0, 0.0), source="")
     with pytest.raises(MeshError, match="device h100's share of bandwidth of norm is"):
         dataclasses.replace(DEVICES["h100"], achieved={"norm": (bad, 1.0)})
+    if bad != math.inf:
+        with pytest.raises(MeshError, match="device h100's rate of addresses is"):
+            dataclasses.replace(DEVICES["h100"], addresses=bad)
     with pytest.raises(MeshError, match="device h100's bfloat16 rate is"):
         dataclasses.replace(DEVICES["h100"], flops={"bfloat16": bad})
 

@@ -205,6 +205,13 @@ def test_a_dim_of_which_something_sees_all_is_not_padded(
         padded(TrainingStep(program=program), {name: (1000, WIDTH)})
 
 
+def test_dims_along_which_matrices_are_multiplied_in_half_precision_are_padded_by_themselves() -> None:
+    half, single = (read_program(Words(entropy).to(dtype), tokens()).program for dtype in (torch.bfloat16, torch.float32))
+    assert rooms(half, (8,), multiplied=True) == rooms(half, (8,)) == {"table.weight": (104, WIDTH)}
+    assert not rooms(single, (8,), multiplied=True)
+    assert rooms(single, (8,))
+
+
 def test_nothing_is_padded_by_much_or_where_the_mesh_divides() -> None:
     program = read_program(Words(entropy), tokens()).program
     assert not rooms(program, (1,))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.cost_models.catalog import device
 from autopar.errors import ConstraintError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.parallelize import tensors_of
@@ -124,6 +125,36 @@ def test_a_dim_that_does_not_divide_is_split_with_equal_numbers(
         }[name]
     )
     assert Plan.from_json(plan.to_json()) == plan
+    report = verify(model, sample, Mesh.of(sizes), plan, Options(), threads)
+    assert report.ok, report
+
+
+def test_a_vocabulary_is_padded_where_rows_of_matrices_in_half_precision_would_not_be_aligned() -> None:
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2)).bfloat16()
+        model.loss_type = "ForCausalLM"
+        sample = dict.fromkeys(("input_ids", "labels"), torch.zeros(8, 1024, dtype=torch.int64))
+    for sizes in ((1,), (2, 2), (8,)):
+        plan = autopar.plan(model, sample, sizes, device="h100")
+        assert plan.padded == {TABLE: "50257 x 768 -> 50264 x 768"}
+        assert plan.step_time < 0.9 * autopar.plan(model, sample, sizes, device="h100", strategy="ddp").step_time
+    assert not autopar.plan(model, sample, (1,), device="h100", compiled=True).padded  # Inductor pads
+    assert not autopar.plan(model, sample, (1,), device="cpu").padded
+    assert not autopar.plan(model.float(), sample, (1,), device="h100").padded
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 2)], ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_a_vocabulary_that_is_padded_for_alignment_has_equal_numbers(
+    threads: Threads, sizes: tuple[int, ...], precision: str
+) -> None:
+    model, sample = gpt2(4001, width=64)
+    h100 = device("h100")
+    slow = replace(h100, flops={name: peak / 1e6 for name, peak in h100.flops.items()})  # so that a small head is worth it
+    plan = autopar.plan(
+        model, sample, sizes, device=slow, precision=precision, constraints={TABLE: ", ".join("I" for _ in sizes)}
+    )
+    assert plan.padded == {TABLE: "4001 x 64 -> 4008 x 64"}
     report = verify(model, sample, Mesh.of(sizes), plan, Options(), threads)
     assert report.ok, report
 
