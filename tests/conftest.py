@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from autopar.formulation.prices import Prices
 from autopar.operators.registry import REGISTERED
 from autopar.planning import planner
 from autopar.runtime.threaded_ranks import ThreadedRanks
@@ -102,6 +103,13 @@ def captured_once(request: pytest.FixtureRequest, captures: Captures, monkeypatc
     """Plans of equal models share a capture; tests/capture makes its own."""
     if request.path.parent.name != "capture":
         monkeypatch.setattr(planner, "capture", captures.capture)
+
+
+@pytest.fixture
+def free_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for which the device copies nothing for messages: what papers count is what is sent."""
+    for name in ("unpacking", "packing"):
+        monkeypatch.setattr(Prices, name, lambda self, primitive, large, *rest, **more: np.zeros(len(large)))
 
 
 @pytest.fixture

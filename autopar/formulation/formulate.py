@@ -325,14 +325,14 @@ def _arc_prices(
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
     reduce_dtype = analysis.reduce_dtypes.get(value.name)
     runs = 1 if constraints.once and bucketed else analysis.step.microbatches
-    there, back, rerun, rounding = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
-    again = rerun if weight else repeated_seconds(value, graph, there, policy)
-    recompute = reconvert_seconds(value, graph, rerun if weight else there, policy, weight=weight)
+    one = arc_seconds(graph, value, prices, bucketed=bucketed, reduce_dtype=reduce_dtype, runs=runs)
+    again = one.rerun if weight else repeated_seconds(value, graph, one.there, policy)
+    recompute = reconvert_seconds(value, graph, one.rerun if weight else one.there, policy, weight=weight)
     if weight and constraints.keep_gathered:
         recompute = None
     return ArcPrices(
-        there=count * there, back=count * back, rounding=count * rounding, rerun=count * again,
-        recompute=None if recompute is None else count * recompute,
+        there=count * one.there, back=count * one.back, unpacking=count * one.unpacking, packing=count * one.packing,
+        rerun=count * again, recompute=None if recompute is None else count * recompute,
     )  # fmt: skip
 
 

@@ -25,12 +25,13 @@ STILL = np.array([forward == "identity" for forward, _ in WAYS.values()])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArcPrices:
-    """Seconds per arc of an edge, all members together: of its conversion, of its gradient and of the rounding in that, of
-    repeating it in any case, and of recomputing it for the backward (None: never)."""
+    """Seconds per arc of an edge, all members together: of its conversion, of its gradient, of repeating it in any case, and of
+    recomputing it for the backward (None: never); and what of these the device does, by `prices.ArcSeconds`."""
 
     there: Floats
     back: Floats
-    rounding: Floats
+    unpacking: Floats
+    packing: Floats
     rerun: Floats
     recompute: Floats | None
 
@@ -117,20 +118,29 @@ class OverlapLoads:
             """Asynchronous seconds of some arcs."""
             return self._spread(put, np.where(only, seconds, 0.0), shares, self._link[axis], only, slow=self.overlap.beta)
 
-        message, everything = prices.back - prices.rounding, np.full(len(pair), True)
+        everything = np.full(len(pair), True)
         first, again = (hidden(members, sent) if gathers.any() else {} for sent in ("gather", "regather"))
-        there = waits(arc, prices.there, ~gathers, here[0], carried[0]) + ahead(arc, prices.there, gathers, first)
-        back = waits(gradient, prices.rounding, everything, here[1], ~everything)
+
+        def forward(put: Put, seconds: Floats, place: int | None, shares: Mapping[int | None, float]) -> Floats:
+            """A conversion that is made in one place; gathered in others."""
+            unpacking = np.minimum(prices.unpacking, seconds)
+            message = seconds - unpacking
+            device = waits(put, unpacking, everything, place, ~everything)
+            return device + waits(put, message, ~gathers, place, carried[0]) + ahead(put, message, gathers, shares)
+
+        there, message = forward(arc, prices.there, here[0], first), prices.back - prices.packing
+        back = waits(gradient, prices.packing, everything, here[1], ~everything)
         back += waits(gradient, message, ~reduces, here[1], carried[1])
         for moved, some in ((True, reduces & ~stays), (False, reduces & stays)):
             back += ahead(gradient, message, some, hidden(members, "reduce", moved=moved) if some.any() else {})
-        rerun = waits(regather, prices.rerun, ~gathers, here[1], carried[0]) + ahead(regather, prices.rerun, gathers, again)
-        recompute = prices.recompute
+        rerun, recompute = forward(regather, prices.rerun, here[1], again), prices.recompute
         if recompute is not None:
             finite = np.where(np.isfinite(recompute), recompute, 0.0)
-            some = waits(reconvert, finite, ~gathers, here[1], carried[0]) + ahead(reconvert, finite, gathers, again)
+            some = forward(reconvert, finite, here[1], again)
             recompute = np.where(np.isfinite(recompute), some, np.inf)
-        return ArcPrices(there=there, back=back, rounding=prices.rounding, rerun=rerun, recompute=recompute)
+        return ArcPrices(
+            there=there, back=back, unpacking=prices.unpacking, packing=prices.packing, rerun=rerun, recompute=recompute
+        )
 
     def charge(self, number: int, seconds: float, axis: int, shares: Mapping[int | None, float]) -> float:
         """The latency of messages over an axis; its price with the overlap."""

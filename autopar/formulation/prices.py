@@ -19,7 +19,7 @@ import torch
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.cost_model import CATALOG, CostModel, OpCost
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
-from autopar.ir.conversion import CARRIED, COPIES, SUMS, WAYS
+from autopar.ir.conversion import CARRIED, COPIES, SUMS, WAYS, copies
 from autopar.ir.layout import D, H, I, Layout, State, local_shape, place
 from autopar.ir.mesh import Device, Mesh, Seconds
 from autopar.ir.program import OUTPUT, Op, Value
@@ -28,7 +28,9 @@ from autopar.operators import OpSharding
 from autopar.search_space.buckets import TOGETHER
 from autopar.search_space.candidates import Candidate, distributed
 from autopar.search_space.layout_graph import LayoutGraph
-from autopar.solver.problem import Floats, Ints
+from autopar.solver.problem import Bools, Floats, Ints
+
+LARGE = 1e12  # bytes of a copy beside which its launch is nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +73,30 @@ class Prices:
             return np.zeros(len(large))
         return self.model.copy_seconds((2 * small if primitive == "slice" else small + large).astype(np.float64), self.device)
 
-    def rounding(self, sizes: Ints, wider: int) -> Floats:
-        """Seconds in which sums are rounded to a dtype so many times narrower, in which they are of these sizes."""
-        return self.model.copy_seconds(((1 + wider) * sizes).astype(np.float64), self.device)
+    def unpacking(self, primitive: str, large: Ints, small: Ints, scattered: Bools, *, bucketed: bool) -> Floats:
+        """Seconds in which the device copies what a conversion sends and receives; `scattered` are the two columns before and
+        after it. Of a bucket that is gathered, shards are copied into its buffer, and whole weights out of it."""
+        apart = self._copies(primitive, large, scattered)
+        return self._together(2 * (small + large)) + apart if bucketed and primitive == "all_gather" else apart
+
+    def packing(self, primitive: str, large: Ints, small: Ints, scattered: Bools, *, bucketed: bool, wider: int = 1) -> Floats:
+        """Seconds in which the device copies gradients that a conversion sends back, in a dtype so many times wider, and rounds
+        what comes; `scattered` are the columns before and after that. Of a bucket one kernel joins all, and of those that are
+        all-reduced one widens them."""
+        rounded = (1 + wider) * (wider > 1)
+        apart = self._copies(primitive, large * (wider if primitive in SUMS else 1), scattered)
+        if bucketed and primitive == "reduce_scatter":
+            return self._together((1 + wider) * large + rounded * small) + (apart if wider == 1 else 0.0)
+        return self._together((2 + 2 * rounded) * large) if bucketed and primitive == "all_reduce" else apart
+
+    def _together(self, moved: Ints) -> Floats:
+        """Seconds of a copy that is a part of a bucket's, so that it has no launch of its own."""
+        return self.model.copy_seconds(np.array([LARGE]), self.device) / LARGE * moved
+
+    def _copies(self, primitive: str, large: Ints, scattered: Bools) -> Floats:
+        """Seconds of the copies of a message by itself."""
+        times = np.array([copies(primitive, before=before, after=after) for before, after in scattered.tolist()])
+        return np.where(times > 0, times * self.model.copy_seconds((2 * large).astype(np.float64), self.device), 0.0)
 
     def offload(self, size: float) -> Seconds:
         """Seconds of moving bytes to host memory and back."""
@@ -231,11 +254,25 @@ def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]
     return own[1].work(sizes[own[0]]) if own else 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArcSeconds:
+    """Seconds per arc, in all runs: of the conversion, of its gradient, and of its collective alone if it is run again.
+
+    What the device itself copies for messages is part of them: `unpacking` of the conversion, of which it is run again too, and
+    `packing` of the gradient's.
+    """
+
+    there: Floats
+    back: Floats
+    rerun: Floats
+    unpacking: Floats
+    packing: Floats
+
+
 def arc_seconds(
     graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, reduce_dtype: torch.dtype | None = None, runs: int = 1
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Per arc: seconds of the conversion, of its gradient, of its collective alone if it is run again, and of the rounding in
-    the gradient's, in all runs.
+) -> ArcSeconds:
+    """The seconds of a value's conversions.
 
     `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`).
     `reduce_dtype` is the dtype in which gradients are added up, if not the value's.
@@ -244,25 +281,27 @@ def arc_seconds(
     large = np.maximum(graph.elements[graph.source], graph.elements[graph.target]) * size
     small = np.minimum(graph.elements[graph.source], graph.elements[graph.target]) * size
     wider = reduce_dtype.itemsize // size if reduce_dtype else 1
-    there, back, rerun, rounding = np.zeros((4, len(large)))
+    there, back, rerun, unpacking, packing = np.zeros((5, len(large)))
     ways = list(WAYS.values())
     for number, axis in sorted(set(zip(graph.pair.tolist(), graph.axis.tolist(), strict=True))):
         here, (forward, backward) = np.flatnonzero((graph.pair == number) & (graph.axis == axis)), ways[number]
         there[here] = prices.primitive(forward, large[here], small[here], axis)
         times = wider if backward in SUMS else 1
         back[here] = prices.primitive(backward, times * large[here], times * small[here], axis)
-        if wider > 1 and backward == WHOLE_SUM:
-            rounding[here] = prices.rounding(large[here], wider)
-            back[here] += rounding[here]
+        ends = graph.scattered[here]
+        unpacking[here] = prices.unpacking(forward, large[here], small[here], ends, bucketed=bucketed)
+        packing[here] = prices.packing(backward, large[here], small[here], ends[:, ::-1], bucketed=bucketed, wider=wider)
         if bucketed:
             there[here] -= prices.latency(forward, axis) if forward in TOGETHER[0] else 0.0
             back[here] -= prices.latency(backward, axis) if backward in TOGETHER[1] else 0.0
+        there[here] += unpacking[here]
+        back[here] += packing[here]
         if forward in CARRIED:
             rerun[here] = there[here]
         times = 1 if bucketed and added_up(forward, backward) else runs
         back[here] *= times
-        rounding[here] *= times
-    return runs * there, back, runs * rerun, rounding
+        packing[here] *= times
+    return ArcSeconds(there=runs * there, back=back, rerun=runs * rerun, unpacking=runs * unpacking, packing=packing)
 
 
 def added_up(forward: str, backward: str) -> bool:
@@ -272,6 +311,3 @@ def added_up(forward: str, backward: str) -> bool:
     and the integer program does not tell the two apart.
     """
     return (forward, backward) == ("identity", "all_reduce")
-
-
-WHOLE_SUM = "all_reduce"  # what comes back from the other sum is a shard, which is rounded in no time

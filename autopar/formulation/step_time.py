@@ -22,9 +22,9 @@ import numpy as np
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import Pricer
 from autopar.formulation.overlap import Overlap, Sent, StepPart
-from autopar.formulation.prices import WHOLE_SUM, Prices, local_shapes, work
+from autopar.formulation.prices import Prices, added_up, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
-from autopar.ir.conversion import CARRIED
+from autopar.ir.conversion import CARRIED, scattered
 from autopar.ir.layout import AWAY, I, Layout, place
 from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op
@@ -230,15 +230,24 @@ def _ops(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Iterat
 
 
 def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of: Step) -> Iterator[StepEvent]:
-    """The slices, pads and roundings of one step of a route, those of its gradient and of its recomputation."""
+    """The slices, pads and copies of one step of a route, those of its gradient and of its recomputation."""
     (name, step), analysis = of, prices.analysis
     runs, dtype = analysis.step.microbatches, analysis.program.values[name].dtype
     wider = analysis.reduce_dtypes.get(name, dtype).itemsize // dtype.itemsize
     sides = [prices.bytes_of(name, layout) for layout in (step.source, step.target)]
     large, small = np.array([max(sides)]), np.array([min(sides)])
     back = step in backward_conversions(analysis, schedule.chosen, name)
-    if wider > 1 and back and step.primitives[1] == WHOLE_SUM:
-        yield _event(schedule, "conversion", of, "backward", float(prices.prices.rounding(large, wider)[0]))
+    bucketed, (forward, backward), shape = name in analysis.bucketed, step.primitives, analysis.program.values[name].shape
+    runs = 1 if bucketed and schedule.chosen.once else runs
+    ends = np.array([[scattered(layout, step.axis, shape, analysis.sizes) for layout in (step.source, step.target)]])
+    unpacking = prices.prices.unpacking(forward, large, small, ends, bucketed=bucketed)
+    packing = prices.prices.packing(backward, large, small, ends[:, ::-1], bucketed=bucketed, wider=wider)
+    packed = 1 if bucketed and added_up(forward, backward) else runs
+    copies: list[tuple[Phase, Seconds, bool]] = [
+        ("forward", runs * float(unpacking[0]), True), ("backward", packed * float(packing[0]), back),
+        ("recompute", runs * float(unpacking[0]), of in run.steps),
+    ]  # fmt: skip
+    yield from (_event(schedule, "conversion", of, phase, took) for phase, took, done in copies if took and done)
     recompute = of in run.steps and name not in analysis.weights
     phases: list[tuple[Phase, str]] = [("forward", step.primitives[0])]
     phases += [("backward", step.primitives[1])] * back

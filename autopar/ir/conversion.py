@@ -14,6 +14,7 @@ and its gradient is *stowed*, that is, copied to the host. What lies on the disk
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.ir.layout import I, Layout, State, blocks, each_split, local_shape
@@ -81,25 +82,30 @@ class Conversion:
         return inner == outer or inner % (outer * sizes[self.axis]) == 0
 
 
+def scattered(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether the parts into which an axis splits a tensor lie apart in the whole one: collectives send and receive parts one
+    after the other, so that they are copied before they are cut, or when they are joined."""
+    state = layout[axis]
+    if state.kind != "S":
+        return False
+    return math.prod(local_shape(shape, layout, sizes)[: state.dim]) * blocks(layout, axis, shape, sizes) > 1
+
+
+def copies(primitive: str, *, before: bool, after: bool) -> int:
+    """How often a primitive copies the larger of its tensors on the device, where the parts of the given one, and of the one
+    that it gives, are `scattered`."""
+    return {"all_gather": before, "reduce_scatter": after, "all_to_all": before + after}.get(primitive, 0)
+
+
 def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool = False) -> Bytes:
     """What a primitive takes while it runs beside the tensor that it is given and the one that it gives.
 
-    Collectives send and receive chunks one after the other: a dim that lies otherwise is copied before it is cut, or when it is
-    joined. `back` asks for the gradient's primitive.
+    `back` asks for the gradient's primitive.
     """
     ends = (step.target, step.source) if back else (step.source, step.target)
-    sizes_of = [value.local_bytes(layout, sizes) for layout in ends]
-    copied = [
-        layout[step.axis].kind == "S" and step.place(layout[step.axis], layout, value.shape, sizes) != (0, 1) for layout in ends
-    ]
-    match step.primitives[back]:
-        case "all_gather":
-            return sizes_of[1] * copied[0]
-        case "reduce_scatter":
-            return sizes_of[0] * copied[1]
-        case "all_to_all":
-            return sizes_of[0] * sum(copied)
-    return 0
+    before, after = (scattered(layout, step.axis, value.shape, sizes) for layout in ends)
+    largest = max(value.local_bytes(layout, sizes) for layout in ends)
+    return largest * copies(step.primitives[back], before=before, after=after)
 
 
 def arrival(layout: Layout, given: Layout | None = None) -> tuple[Conversion, ...]:

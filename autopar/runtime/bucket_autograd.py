@@ -228,8 +228,12 @@ def _values(
         yield from (PRIMITIVES[primitive](weight, axis, position) for weight, position in zip(weights, positions, strict=True))
         return
     rows = wait(buffers[0], "all_gather", axis).view(axis.size, -1)
-    for weight, position, part in zip(weights, positions, _columns(rows, [weight.numel() for weight in weights]), strict=True):
-        yield concat_blocks(part.reshape(axis.size, *weight.shape), position.dim, position.blocks)
+    sizes = [weight.numel() for weight in weights]
+    parts = [rows]
+    if len(sizes) > 1:  # one kernel for all of them; its stub is that of the form with `out`
+        parts = torch.split_with_sizes_copy(rows, sizes, dim=1)  # type: ignore[func-returns-value, assignment]
+    for weight, position, part in zip(weights, positions, parts, strict=True):
+        yield concat_blocks(part.view(axis.size, *weight.shape), position.dim, position.blocks)
 
 
 def _differentiable_gradients(
@@ -260,9 +264,12 @@ def _reduced_gradients(
             for gradient, position in zip(gradients, positions, strict=True)
         ]
         sizes = [chunk[0].numel() for chunk in chunks]
-        rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
-        for chunk, part in zip(chunks, _columns(rows, sizes), strict=True):
-            torch.unflatten(part, 1, chunk.shape[1:]).copy_(chunk)
+        if gradients[0].dtype == dtype:  # one kernel for all of them
+            rows = torch.cat([chunk.reshape(axis.size, -1) for chunk in chunks], 1)
+        else:
+            rows = gradients[0].new_empty(axis.size, sum(sizes), dtype=dtype)
+            for chunk, part in zip(chunks, _columns(rows, sizes), strict=True):
+                torch.unflatten(part, 1, chunk.shape[1:]).copy_(chunk)
         flat = _sent(reduce_scatter_start(rows, axis), axis)
         for chunk, position, part in zip(chunks, positions, _columns(flat, sizes), strict=True):
             yield part.view(chunk.shape[1:]).flatten(position.dim, position.dim + 1)

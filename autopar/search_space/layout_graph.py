@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.analysis.block_counts import Blocks
-from autopar.ir.conversion import FETCHES, WAYS
+from autopar.ir.conversion import FETCHES, WAYS, scattered
 from autopar.ir.layout import I, Layout, P, R, State, away, local_shape, split, valid
 
 Mask = npt.NDArray[np.bool_]
@@ -24,7 +24,8 @@ Mask = npt.NDArray[np.bool_]
 class LayoutGraph:
     """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis.
 
-    `source`, `target`, `axis` hold one entry per arc; `elements` is the local size of each node on the device.
+    `source`, `target`, `axis` hold one entry per arc, `scattered` two, of whether parts lie apart before and after it
+    (`conversion.scattered`); `elements` is the local size of each node on the device.
     """
 
     nodes: tuple[Layout, ...]
@@ -34,6 +35,7 @@ class LayoutGraph:
     target: npt.NDArray[np.int64]
     axis: npt.NDArray[np.int64]
     pair: npt.NDArray[np.int64]  # place of (from kind, to kind) in WAYS
+    scattered: Mask
 
     def part(self, *, nodes: Mask | None = None, arcs: Mask | None = None) -> LayoutGraph:
         """The graph of these nodes, by default all, with those of these arcs, by default all, that lie between them."""
@@ -44,6 +46,7 @@ class LayoutGraph:
         return LayoutGraph(
             nodes=kept, index={layout: i for i, layout in enumerate(kept)}, elements=self.elements[nodes],
             source=place[self.source[arcs]], target=place[self.target[arcs]], axis=self.axis[arcs], pair=self.pair[arcs],
+            scattered=self.scattered[arcs],
         )  # fmt: skip
 
 
@@ -109,7 +112,11 @@ def layout_graph(
     arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
     source, target, axis, pair = arcs.reshape(-1, 4).T
     sizes_of = np.array([0 if away(layout) else np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
-    return LayoutGraph(nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair)
+    apart = np.array([[scattered(layout, a, shape, sizes) for a in range(len(sizes))] for layout in nodes], dtype=np.bool_)
+    ends = np.stack([apart[source, axis], apart[target, axis]], axis=1)
+    return LayoutGraph(
+        nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair, scattered=ends
+    )
 
 
 def _arcs(

@@ -67,7 +67,7 @@ def test_each_part_is_what_another_reckoning_says(name: str, strategy: str) -> N
     breakdown = made.breakdown
     assert breakdown.forward + breakdown.backward == pytest.approx(own.ops, rel=1e-9)
     assert breakdown.optimizer == pytest.approx(own.optimizer, rel=1e-9)
-    assert breakdown.conversions == pytest.approx(own.local + own.inputs, rel=1e-9)
+    assert breakdown.conversions == pytest.approx(own.local + own.inputs + own.copied + own.joined, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)

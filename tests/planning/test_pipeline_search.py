@@ -374,6 +374,7 @@ def test_gpt2_on_one_node_has_no_stages_and_a_large_one_over_slow_links_has() ->
     assert found.step_time < 0.8 * plan(wide, (8, 8), device=slow, microbatches=16).step_time
 
 
+@pytest.mark.usefixtures("free_copies")
 @pytest.mark.parametrize("strategy, layout, route", [("auto", "S(1)", None), ("megatron", "S(2)", ("S(2) -> I",))])
 def test_what_crosses_a_slow_link_is_split_over_a_fast_one(strategy: str, layout: str, route: tuple[str, ...] | None) -> None:
     """Sequence parallelism passes on its part of the sequence as it is (Li et al., 2021). What tensor parallelism has whole it

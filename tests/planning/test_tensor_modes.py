@@ -41,6 +41,7 @@ def test_sequence_is_each_all_reduce_in_its_two_halves() -> None:
     assert ends[-1] == "S(1)"
 
 
+@pytest.mark.usefixtures("free_copies")
 def test_small_messages_of_2d_are_what_summa_broadcasts() -> None:
     """Optimus, table 1: 7 b s h + 12 h^2 elements over q in the forward of a layer."""
     plan = planning.plan(planning.gpt2(16, 64, 256, depth=3), mesh((2, 2), NVLINK), strategy="2d")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, WAYS, Conversion
-from autopar.ir.layout import I, P, R, State, shard, split
+from autopar.cost_models.catalog import DEVICES
+from autopar.formulation.prices import Prices
+from autopar.ir.conversion import COLLECTIVES, CONVERSIONS, WAYS, Conversion, scattered
+from autopar.ir.layout import I, P, R, State, local_shape, shard, split
 from autopar.ir.mesh import Mesh
 from autopar.runtime import bucketed_collectives
 from autopar.runtime.bucketed_collectives import PAIRS as FUNCTIONS
@@ -185,3 +191,92 @@ def test_gradients_are_reduced_in_the_given_dtype(pool: WorkerPool, reduce_dtype
         assert [(entry.kind, entry.bytes) for entry in log] == [("all_gather", 8 * 2), ("reduce_scatter", 8 * size)]
         if reduce_dtype:
             assert gradient.tolist() == [260.0, 260.0], "259 rounded once; 256 + 1 is 256 in bfloat16"
+
+
+class Copied(TorchDispatchMode):
+    """Bytes that kernels read and write, but for those of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if func.namespace == "aten" and not view and "empty" not in str(func) and "_unsafe_view" not in str(func):
+            leaves = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, torch.Tensor)}
+            # what is copied into is an operand and the result, and is written once
+            self.bytes += sum(leaf.nbytes for leaf in leaves.values())
+        return found
+
+
+def copied(pair: tuple[str, str]) -> tuple[int, int]:
+    """Bytes that two weights in bfloat16, whose gradients are reduced in float32, are copied by, forward and backward."""
+    axis = connect(Mesh.of((RANKS,))).axes[0]
+    shapes = [(8, 12), (16, 4)]
+    weights = [torch.ones(rows // (RANKS if pair[0] == "S" else 1), columns, dtype=torch.bfloat16) for rows, columns in shapes]
+    name = "__".join(WAYS[pair])
+    start, wait = (getattr(bucketed_collectives, f"{name}_{half}") for half in ("start", "wait"))
+    with Copied() as forward:
+        values = wait(start([weight.requires_grad_() for weight in weights], axis, torch.float32), axis, [(0,), (0,)])
+    gradients = [torch.ones(shape, dtype=value.dtype) for shape, value in zip(shapes, values, strict=True)]
+    with Copied() as backward:
+        torch.autograd.backward(values, gradients)
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.parametrize("pair", [("S", "R"), ("I", "R")], ids="".join)
+def test_a_bucket_copies_what_is_priced(pool: WorkerPool, pair: tuple[str, str]) -> None:
+    device = replace(DEVICES["h100"], launch=0.0)
+    prices, whole = Prices(mesh=Mesh(axes=("axis0",), sizes=(RANKS,), device=device)), np.array([8 * 12 * 2, 16 * 4 * 2])
+    there, back = WAYS[pair]
+    of = whole, whole // RANKS, np.zeros((2, 2), dtype=np.bool_)
+    unpacking, packing = prices.unpacking(there, *of, bucketed=True), prices.packing(back, *of, bucketed=True, wider=2)
+    for found in pool.run(f"{__name__}:copied", pair, ranks=RANKS):
+        assert found == tuple(round(float(seconds.sum()) * device.streaming) for seconds in (unpacking, packing))
+
+
+SPLITS = [
+    ((4, 8), split(0, 1), None),
+    ((4, 8), split(1, 2), None),
+    ((1, 8), split(1, 2), None),
+    ((8, 8), split(0, 2), split(1, 2)),
+]
+
+
+def copied_alone(case: int) -> tuple[int, int]:
+    """Bytes that a tensor of its own is copied by when it is gathered, or its split moves, forward and backward."""
+    axis = connect(Mesh.of((RANKS,))).axes[0]
+    shape, before, after = SPLITS[case]
+    step = Conversion(axis=0, source=(before,), target=(after or R,))
+    x = shard(torch.ones(shape), step.source, (RANKS,), (axis.index,)).clone().requires_grad_()
+    function, arguments = conversion_call(step, shape, (RANKS,))
+    with Copied() as forward:
+        value = function(x, axis, *arguments)
+    gradient = torch.ones_like(value)
+    with Copied() as backward:
+        value.backward(gradient)
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.parametrize("case", range(len(SPLITS)))
+def test_a_tensor_of_its_own_is_copied_as_is_priced(pool: WorkerPool, case: int) -> None:
+    """Where the parts of its dim lie apart."""
+    shape, before, after = SPLITS[case]
+    device = replace(DEVICES["h100"], launch=0.0)
+    prices = Prices(mesh=Mesh(axes=("axis0",), sizes=(RANKS,), device=device))
+    step = Conversion(axis=0, source=(before,), target=(after or R,))
+    sizes = [np.array([4 * math.prod(local_shape(shape, layout, (RANKS,)))]) for layout in (step.source, step.target)]
+    ends = np.array([[scattered(layout, 0, shape, (RANKS,)) for layout in (step.source, step.target)]])
+    there, back = step.primitives
+    of = max(sizes), min(sizes)
+    unpacking = prices.unpacking(there, *of, ends, bucketed=False)
+    packing = prices.packing(back, *of, ends[:, ::-1], bucketed=False)
+    for found in pool.run(f"{__name__}:copied_alone", case, ranks=RANKS):
+        assert found == tuple(round(float(seconds[0]) * device.streaming) for seconds in (unpacking, packing))

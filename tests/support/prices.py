@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autopar.analysis.saved_tensors import saved
 from autopar.cost_models import optimizers
 from autopar.cost_models.collectives import seconds as collective_seconds
@@ -22,6 +24,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit, view_of
 from autopar.plan.assignment_text import resolve
 from autopar.plan.plan import Plan
+from autopar.runtime.collectives import split_position
 from autopar.search_space.assignment import Assignment
 
 Issued = tuple[tuple[str, ...], str, str, str, int]
@@ -36,18 +39,24 @@ def latencies(prices: Prices, events: Iterable[StepEvent]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bill:
-    """Seconds of one step by what they are spent on; `issued` lists (values, axis, kind, pass, bytes) of every collective."""
+    """Seconds of one step by what they are spent on; `issued` lists (values, axis, kind, pass, bytes) of every collective.
+
+    `copied` are the copies of weights and gradients to and from the buffers of gathers and reduce-scatters, `joined` those of
+    gradients to the buffers of all-reduces, which micro-batches have added up.
+    """
 
     ops: float
     optimizer: float
     inputs: float
     local: float
+    copied: float
+    joined: float
     collectives: float
     issued: tuple[Issued, ...]
 
     @property
     def total(self) -> float:
-        return self.ops + self.optimizer + self.inputs + self.local + self.collectives
+        return self.ops + self.optimizer + self.inputs + self.local + self.copied + self.joined + self.collectives
 
 
 def bill(plan: Plan, step: TrainingStep, on: Mesh, optimizer: str = "adamw") -> Bill:
@@ -96,10 +105,19 @@ class _Teller:
     def bill(self, optimizer: str) -> Bill:
         program, values = self.program, self.program.values
         sent: dict[object, list[tuple[str, Conversion]]] = defaultdict(list)
-        local = 0.0
+        local = copied = joined = 0.0
         for name in dict.fromkeys((*(n for op in program.ops for n in op.operands), *values)):  # in the order of first use
             for step, primitive, role in self._work(name):
                 large, small = self._sides(values[name], step)
+                once = max(2 * large / self.device.streaming, self.device.launch)
+                if (role, primitive) in TOGETHER and name in self.buckets[True]:
+                    moved = {"all_gather": 2 * (small + large), "reduce_scatter": 2 * large}.get(primitive, 0)
+                    copied += moved / self.device.streaming + self._apart(values[name], step, primitive) * once
+                    joined += 2 * large / self.device.streaming if primitive == "all_reduce" else 0.0
+                else:
+                    local += self._apart(values[name], step, primitive) * max(
+                        2 * large / self.device.streaming, self.device.launch
+                    )
                 if primitive in COLLECTIVES:
                     sent[primitive, role, self._bundle(name, step, primitive, role)].append((name, step))
                 elif primitive != "identity":
@@ -114,6 +132,8 @@ class _Teller:
             optimizer=optimizers.step_seconds(stored, optimizers.optimizer(optimizer), self.device),
             inputs=sum(map(self._arrival, program.inputs)),
             local=local,
+            copied=copied,
+            joined=joined,
             collectives=sum(seconds for _, seconds in messages),
             issued=tuple(issued for issued, _ in messages),
         )
@@ -184,6 +204,18 @@ class _Teller:
     def _sides(self, value: Value, step: Conversion) -> tuple[int, int]:
         sides = self._bytes(value, step.source), self._bytes(value, step.target)
         return max(sides), min(sides)
+
+    def _apart(self, value: Value, step: Conversion, primitive: str) -> int:
+        """How often a collective copies: torch's strides say where a part is not contiguous in the whole."""
+        dim, blocks, to_dim, to_blocks = split_position(step, value.shape, self.mesh.sizes)
+        sides = [(dim, blocks), (to_dim, to_blocks)] if primitive == "all_to_all" else [(dim, blocks)]
+        size, whole = self.mesh.sizes[step.axis], list(local_shape(value.shape, step.source, self.mesh.sizes))
+        if step.source[step.axis].kind == "S":
+            whole[step.source[step.axis].dim] *= size
+        return sum(
+            not torch.empty(whole, device="meta").unflatten(at, (cut, size, -1)).movedim(at + 1, 0).is_contiguous()
+            for at, cut in (sides if primitive in ("all_gather", "reduce_scatter", "all_to_all") else ())
+        )
 
     def _op(self, op: Op) -> float:
         values, sizes, chosen = self.program.values, self.mesh.sizes, self.chosen.ops[op.name]

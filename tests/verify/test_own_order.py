@@ -34,6 +34,7 @@ def own(plan: Plan) -> set[str]:
     return {op.rpartition(":")[2].partition("#")[0] for op, form in plan.choices.items() if "own rows" in form}
 
 
+@pytest.mark.usefixtures("free_copies")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("sizes", [(2,), (4,), (8,), (2, 2)])
 def test_each_rank_sorts_its_own_tokens(threads: Threads, sizes: tuple[int, ...]) -> None:

@@ -70,6 +70,7 @@ class Grouped(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2)).square().sum()
 
 
+@pytest.mark.usefixtures("free_copies")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ranks", [4, 8])
