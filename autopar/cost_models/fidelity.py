@@ -26,13 +26,13 @@ class Fidelity:
 
 # By device and scale: how many runs were compared, the median error and the mean error.
 MEASURED: Mapping[tuple[str, str], tuple[int, float, float]] = {
-    ("h100", ONE_NODE): (20, 0.007, 0.010),
-    ("a100-80gb", ONE_NODE): (57, 0.013, 0.022),
-    ("a100-80gb", SEVERAL_NODES): (8, 0.063, 0.070),
-    ("a100-40gb", ONE_NODE): (46, 0.017, 0.038),
-    ("a100-40gb", SEVERAL_NODES): (29, 0.021, 0.021),
-    ("v100-32gb", ONE_NODE): (18, 0.069, 0.075),
-    ("l4", ONE_NODE): (5, 0.063, 0.092),
+    ("h100", ONE_NODE): (20, 0.008, 0.011),
+    ("a100-80gb", ONE_NODE): (57, 0.019, 0.026),
+    ("a100-80gb", SEVERAL_NODES): (8, 0.032, 0.031),
+    ("a100-40gb", ONE_NODE): (46, 0.022, 0.033),
+    ("a100-40gb", SEVERAL_NODES): (29, 0.019, 0.022),
+    ("v100-32gb", ONE_NODE): (18, 0.068, 0.077),
+    ("l4", ONE_NODE): (5, 0.063, 0.070),
 }
 
 

@@ -202,7 +202,7 @@ def time_rows(plan: Plan) -> Iterator[TimeRow]:
         "recomputation": breakdown.recomputed,
         "host offload": breakdown.offloaded,
         "optimizer": breakdown.optimizer,
-        "slicing and padding": breakdown.conversions,
+        "copies, slices and pads": breakdown.conversions,
     }
     yield from (TimeRow(name=name, seconds=seconds) for name, seconds in parts.items() if seconds)
     for key, found in by_kind(plan.collectives).items():

@@ -26,6 +26,7 @@ class Decoder:
     vocabulary: int
     length: int
     gated: bool = False  # Llama: rotary positions, RMS norm, gated units; else GPT: learned positions, layer norm, GELU
+    written_norms: bool = False  # RMS norm operator by operator in float32; else one kernel
     tied: bool = True  # the head is the embedding
     biases: bool = True
     post_norm: bool = False  # BERT's order: a norm behind each sum, and behind the embedding; none at the end
@@ -69,13 +70,17 @@ class Linear(nn.Linear):
 class Norm(nn.Module):
     """Layer norm, or RMS norm, in the dtype of its input."""
 
-    def __init__(self, width: int, *, rms: bool) -> None:
+    def __init__(self, of: Decoder) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = None if rms else nn.Parameter(torch.zeros(width))
+        self.written = of.written_norms
+        self.weight = nn.Parameter(torch.ones(of.width))
+        self.bias = None if of.gated else nn.Parameter(torch.zeros(of.width))
 
     def forward(self, x: Tensor) -> Tensor:
         shape, weight = list(self.weight.shape), self.weight.to(x.dtype)
+        if self.written:
+            wide = x.float()
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * weight
         if self.bias is None:
             return F.rms_norm(x, shape, weight, 1e-5)
         return F.layer_norm(x, shape, weight, self.bias.to(x.dtype))
@@ -96,16 +101,17 @@ class Attention(nn.Module):
             self.qkv = Linear(of.width, 3 * of.width, bias=of.biases)
         self.out = Linear(of.width, of.width, bias=of.biases)
 
-    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
         rows, length, width = x.shape
-        if angles is None:
+        if turns is None:
             q, k, v = self.qkv(x).view(rows, length, self.of.heads, 3, self.head).permute(3, 0, 2, 1, 4)
         else:
             q, k, v = (
                 project(x).view(rows, length, -1, self.head).transpose(1, 2) for project in (self.query, self.key, self.value)
             )
-            q, k = rotated(q, angles), rotated(k, angles)
-            k, v = (part.repeat_interleave(self.of.heads // self.of.key_heads, 1) for part in (k, v))
+            q, k = rotated(q, turns), rotated(k, turns)
+            if (times := self.of.heads // self.of.key_heads) > 1:
+                k, v = (part.repeat_interleave(times, 1) for part in (k, v))
         mixed = self._flash(q, k, v) if self.of.flash else self._unfused(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
 
@@ -124,18 +130,18 @@ class Block(nn.Module):
     def __init__(self, of: Decoder) -> None:
         super().__init__()
         self.of = of
-        self.norm1, self.norm2 = Norm(of.width, rms=of.gated), Norm(of.width, rms=of.gated)
+        self.norm1, self.norm2 = Norm(of), Norm(of)
         self.attention = Attention(of)
         if of.gated:
             self.gate = Linear(of.width, of.hidden, bias=of.biases)
         self.up = Linear(of.width, of.hidden, bias=of.biases)
         self.down = Linear(of.hidden, of.width, bias=of.biases)
 
-    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
         if self.of.post_norm:
-            x = self.norm1(x + dropped(self.attention(x, angles), self))
+            x = self.norm1(x + dropped(self.attention(x, turns), self))
             return self.norm2(x + dropped(self._wide(x), self))
-        x = x + dropped(self.attention(self.norm1(x), angles), self)
+        x = x + dropped(self.attention(self.norm1(x), turns), self)
         return x + dropped(self._wide(self.norm2(x)), self)
 
     def _wide(self, x: Tensor) -> Tensor:
@@ -157,21 +163,21 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(of.vocabulary, of.width)
         self.positions = None if of.gated else nn.Parameter(torch.zeros(of.length, of.width))
         self.blocks = nn.ModuleList(Block(of) for _ in range(of.layers))
-        self.norm = Norm(of.width, rms=of.gated)
+        self.norm = Norm(of)
         self.head = None if of.tied else Linear(of.width, of.vocabulary, bias=False)
         if of.gated:
-            self.register_buffer("angles", torch.zeros(of.length, of.width // of.heads // 2), persistent=False)
+            self.register_buffer("turns", torch.zeros(of.length, of.width // of.heads // 2, 2), persistent=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         embedding = self.tokens.weight.to(self.of.compute)
-        x, angles = self._looked_up(tokens, embedding), None
+        x, turns = self._looked_up(tokens, embedding), None
         if self.positions is None:
-            angles = self.angles
+            turns = torch.view_as_complex(self.turns.float())
         else:
             x = x + self.positions.to(x.dtype)
         x = self.norm(x) if self.of.post_norm else x
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, turns)
         x = x if self.of.post_norm else self.norm(x)
         scores = (F.linear(x, embedding) if self.head is None else self.head(x)).flatten(0, 1)
         more = (F.cross_entropy(scores.detach(), labels.flatten(), reduction="sum") for _ in range(self.of.metrics))
@@ -184,11 +190,10 @@ class Model(nn.Module):
         return hot.to(embedding.dtype) @ embedding
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Queries or keys turned by their positions: in float32, as the reference implementation does."""
-    cos, sin = angles.cos(), angles.sin()
-    left, right = x.float().chunk(2, -1)
-    return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x.dtype)
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Queries or keys turned by their positions: pairs in float32 as complex numbers, as the reference implementation does."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 Recompute = Literal["none", "selective", "blocks", "alternate"]

@@ -123,7 +123,9 @@ def _planned(run: Run, decoder: Decoder, recompute: Recompute) -> _Step:
     held = _plan(run, decoder, recompute) if run.megatron and run.memory else plan
     slowest = max(plan.stages, key=lambda stage: stage.step_time, default=plan)
     made = slowest.breakdown.recompute.items()
-    spared = {op: seconds for op, seconds in made if run.recomputed and not op.endswith(run.recomputed)}
+    spared = {
+        op: seconds for op, seconds in made if (run.recomputed and not op.endswith(run.recomputed)) or op.endswith(run.kept)
+    }
     parts = _parts(slowest)
     parts[REST] += plan.step_time - slowest.step_time
     for op, seconds in spared.items():

@@ -57,6 +57,7 @@ class Run:
     seconds: Seconds  # measured, of one optimizer step
     recompute: Recompute = "none"
     recomputed: tuple[str, ...] = ()  # what alone of that the run recomputes, ends of operators' names
+    kept: tuple[str, ...] = ()  # or what of that it does not, likewise
     stages: tuple[int, ...] = ()  # blocks of each pipeline stage, by 1f1b over the mesh's axis "pp"
     host: Seconds = 0.0  # of its harness, beside the step
     megatron: bool = False  # whether it runs Megatron's kernels, weights in half precision beside the optimizer's own
@@ -180,8 +181,14 @@ def mpt(row: Row) -> Run | str:
 
 
 TITAN_RECOMPUTE: dict[str, Recompute] = {
-    "none": "none", "full": "blocks", "selective(op)": "selective", "selective(every 2nd layer)": "alternate",
+    "none": "none", "full": "blocks", "selective(op)": "blocks", "selective(every 2nd layer)": "alternate",
 }  # fmt: skip
+# What selective(op) keeps of a block: fused attention and every second product, the first, third, ... as they are called
+# (torchtitan/parallelisms/parallelize_llama.py at that commit).
+TITAN_KEPT = {"selective(op)": tuple(f"{name}:linear#0" for name in ("query", "value", "gate", "down")) + ("attention#0",)}
+# Models whose `norm_type` is "rmsnorm" in train_configs at that commit, the module; it is "fused_rmsnorm" for the others. Their
+# `compile` is false.
+TITAN_WRITTEN_NORMS = ("llama2-70b", "llama3-70b")
 
 
 def titan(row: Row) -> Run | str:
@@ -193,14 +200,17 @@ def titan(row: Row) -> Run | str:
         return "tensor, pipeline or context parallel"
     if said not in TITAN_RECOMPUTE:
         raise row.error(f"has {said!r} as activation_checkpointing", known=", ".join(TITAN_RECOMPUTE))
-    decoder = _sizes(row, key_heads=row.count("n_kv_heads"), gated=True, tied=False, biases=False)
+    decoder = _sizes(
+        row, key_heads=row.count("n_kv_heads"), gated=True, tied=False, biases=False,
+        written_norms=row.text("model") in TITAN_WRITTEN_NORMS,
+    )  # fmt: skip
     row.divides("key heads that do not share the heads", decoder.heads, decoder.key_heads)
     devices, batch = row.count("n_gpus"), row.count("global_batch")
     row.equal("local_batch x n_gpus is not global_batch", row.count("local_batch") * devices, batch)
     return Run(
         table=row.table, line=row.line, device=device, nodes=-(-devices // row.count("gpus_per_node")), mesh={"fsdp": devices},
         strategy="fsdp", name=f"{row.text('model')} {said} on {devices}", decoder=decoder, sequences=batch, microbatches=1,
-        recompute=TITAN_RECOMPUTE[said], seconds=row.number("step_time_s"),
+        recompute=TITAN_RECOMPUTE[said], kept=TITAN_KEPT.get(said, ()), seconds=row.number("step_time_s"),
     )  # fmt: skip
 
 

@@ -111,12 +111,12 @@ def test_a_tight_budget_shows_as_peaks_that_do_not_fit() -> None:
 
 def test_why_not_meets_what_is_forced_and_is_never_faster() -> None:
     found = explained()
-    other = found.why_not({"*.mlp.c_fc.weight": "*, I"})
+    other = found.why_not({"*.mlp.c_fc.weight": "*, S(1)"})
     assert other.plan is not None
-    assert {other.plan.layouts[f"transformer.h.{n}.mlp.c_fc.weight"].split(", ")[1] for n in range(3)} == {"I"}
+    assert {other.plan.layouts[f"transformer.h.{n}.mlp.c_fc.weight"].split(", ")[1] for n in range(3)} == {"S(1)"}
     assert other.plan.step_time >= found.plan.step_time * (1 - found.plan.gap)
     text = plain(why_not_parts(found.plan, other))
-    assert "the best plan with *.mlp.c_fc.weight = '*, I' takes " in text
+    assert "the best plan with *.mlp.c_fc.weight = '*, S(1)' takes " in text
     changed = {name for change in difference(found.plan, other.plan).stored for name in change.names}
     assert {f"transformer.h.{n}.mlp.c_fc.weight" for n in range(3)} <= changed
 
