@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from autopar.errors import MeshError
 
-ALIGNMENT = (
-    16  # bytes that one load of a kernel for tensor cores takes: a row of a matrix begins at a multiple of them, or it is slow
-)
+# Bytes that a kernel for tensor cores loads at once: where rows of a matrix do not begin at multiples of them, it is slow.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

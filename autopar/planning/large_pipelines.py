@@ -220,9 +220,8 @@ class LargePipelineSearch(PipelineTrials):
         one that fits is slower than the one before."""
         for mesh, bounds in self._bounds:
             last, left = math.inf, sorted(bounds, key=bounds.__getitem__)
-            odd = self.options.strategy in PADDED and bool(
-                PaddingExtent.PARTS.rooms(self.program, mesh)
-            )  # faster padded, maybe
+            paddings = PaddingExtent if self.options.strategy in PADDED else ()
+            odd = any(padding.rooms(self.program, mesh) for padding in paddings)  # faster padded, maybe
             while left and (odd or bounds.get(left[0], 0.0) < self.seconds):
                 found = self.whole(mesh, runs := left.pop(0))
                 if last <= found < math.inf:
