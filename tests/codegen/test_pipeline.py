@@ -140,7 +140,8 @@ def test_stages_keep_a_budget_that_recomputes_and_shards(strategy: str, pool: Wo
         "tests.support.pipelines:within_budget", case, ranks=4, keep=True
     )  # type: ignore[assignment]
     plan = Plan.from_json(found[0][2])
-    assert all(stage.recompute and "S(0)" in stage.layouts.values() for stage in plan.stages)
+    ways = [(bool(stage.recompute), "S(0)" in stage.layouts.values()) for stage in plan.stages]
+    assert all(map(all if strategy == "fsdp" else any, ways)), "auto need not do both"
     for (measured, planned), errors, _ in found:
         assert planned <= budget
         assert measured == pytest.approx(planned, rel=0.05)

