@@ -26,10 +26,10 @@ ACHIEVED: Mapping[str, Mapping[str, tuple[float, float]]] = {
 }
 
 # Operations per cycle and processor in half precision of matrices whose rows are no multiples of 16 bytes, which kernels load
-# element by element. On an H200 the products with GPT-2's 50,257 words reach 122 TFLOP/s, which is 528 of them
-# (benchmarks/results/one_gpu.txt); on an A100 nanoGPT's step became a quarter faster with 50,304 words, about as much. Netflix
-# ("Scaling LLM Post-Training", 2026) found a head three times as slow without padding. At their peaks, processors do 2048 on
-# A100, 4096 on H100, 8192 on B200, 1024 on V100, T4, L4 and L40S, and 512 on the others.
+# element by element. Measured on one H200 alone, the others are taken to do as many: products with GPT-2's 50,257 words reach
+# 122 TFLOP/s, which is 528 of them (benchmarks/results/one_gpu.txt). Netflix ("Scaling LLM Post-Training", 2026) found a head
+# three times as slow without padding, and does not say on what. At their peaks, processors do 2048 on A100, 4096 on H100, 8192
+# on B200, 1024 on V100, T4, L4 and L40S, and 512 on the others.
 UNALIGNED = 512
 
 # Elements per second and processor of torch's pointwise kernels where an operand is broadcast or strides differ

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.analysis.summed_gradients import with_sums
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.compute import Pricer, pricer
 from autopar.ir.program import Program
 from autopar.planning.planner import read_program
+from tests.support.dispatched import Dispatched, tensors
 
 ROWS, LENGTH, WORDS = 4, 96, 512
 # Products and fused attention, which other laws price, and what moves nothing.
@@ -24,31 +23,13 @@ OTHERS = ("mm.", "attention", "empty", "view", "detach", "local_scalar", "dropou
 Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-class Dispatched(TorchDispatchMode):
-    """Bytes of the tensors that operators read and write; counted apart from `analysis.traffic`, which it judges."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        found = func(*args, **(kwargs or {}))
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not view and not any(part in str(func) for part in OTHERS):
-            shape_alone = "nll_loss_backward" in str(func)
-            given = {id(one): one for one in tensors((args[shape_alone:], kwargs))}
-            self.bytes += sum(map(size, (*given.values(), *tensors(found))))
-        return found
-
-
-def tensors(data: object) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
+def moved(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], found: object) -> int:
+    """Bytes of the tensors that an operator reads and writes."""
+    if any(part in str(func) for part in OTHERS):
+        return 0
+    shape_alone = "nll_loss_backward" in str(func)
+    given = {id(one): one for one in tensors((args[shape_alone:], kwargs))}
+    return sum(map(size, (*given.values(), *tensors(found))))
 
 
 def size(tensor: torch.Tensor) -> int:
@@ -91,7 +72,7 @@ def test_a_step_moves_what_torch_dispatches(build: Callable[[], Built]) -> None:
     torch.manual_seed(0)
     model, batch = build()
     model.train()
-    with Dispatched() as seen:
+    with Dispatched(moved) as seen:
         model(**batch).loss.backward()
     priced = 0
     for price, operands, results in pricers(read_program(model, batch).program):

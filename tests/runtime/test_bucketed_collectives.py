@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.cost_models.catalog import DEVICES
 from autopar.formulation.prices import Prices
@@ -27,6 +25,7 @@ from autopar.runtime.recorder import Issued, recorded
 from autopar.runtime.rematerialize.manager import Rematerializer
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, connect
+from tests.support.dispatched import Dispatched, tensors
 
 RANKS = 4
 # The whole shape of each weight, how it is split on the one axis, and to what an all-to-all takes it.
@@ -193,27 +192,11 @@ def test_gradients_are_reduced_in_the_given_dtype(pool: WorkerPool, reduce_dtype
             assert gradient.tolist() == [260.0, 260.0], "259 rounded once; 256 + 1 is 256 in bfloat16"
 
 
-class Copied(TorchDispatchMode):
-    """Bytes that kernels read and write, but for those of collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        found = func(*args, **(kwargs or {}))
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if func.namespace == "aten" and not view and "empty" not in str(func) and "_unsafe_view" not in str(func):
-            leaves = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, torch.Tensor)}
-            # what is copied into is an operand and the result, and is written once
-            self.bytes += sum(leaf.nbytes for leaf in leaves.values())
-        return found
+def moved(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], found: object) -> int:
+    """Bytes that a kernel reads and writes, but for those of collectives: what is copied into is written once."""
+    if func.namespace != "aten" or "empty" in str(func) or "_unsafe_view" in str(func):
+        return 0
+    return sum(one.nbytes for one in {id(one): one for one in tensors((args, kwargs, found))}.values())
 
 
 def copied(pair: tuple[str, str]) -> tuple[int, int]:
@@ -223,10 +206,10 @@ def copied(pair: tuple[str, str]) -> tuple[int, int]:
     weights = [torch.ones(rows // (RANKS if pair[0] == "S" else 1), columns, dtype=torch.bfloat16) for rows, columns in shapes]
     name = "__".join(WAYS[pair])
     start, wait = (getattr(bucketed_collectives, f"{name}_{half}") for half in ("start", "wait"))
-    with Copied() as forward:
+    with Dispatched(moved) as forward:
         values = wait(start([weight.requires_grad_() for weight in weights], axis, torch.float32), axis, [(0,), (0,)])
     gradients = [torch.ones(shape, dtype=value.dtype) for shape, value in zip(shapes, values, strict=True)]
-    with Copied() as backward:
+    with Dispatched(moved) as backward:
         torch.autograd.backward(values, gradients)
     return forward.bytes, backward.bytes
 
@@ -257,10 +240,10 @@ def copied_alone(case: int) -> tuple[int, int]:
     step = Conversion(axis=0, source=(before,), target=(after or R,))
     x = shard(torch.ones(shape), step.source, (RANKS,), (axis.index,)).clone().requires_grad_()
     function, arguments = conversion_call(step, shape, (RANKS,))
-    with Copied() as forward:
+    with Dispatched(moved) as forward:
         value = function(x, axis, *arguments)
     gradient = torch.ones_like(value)
-    with Copied() as backward:
+    with Dispatched(moved) as backward:
         value.backward(gradient)
     return forward.bytes, backward.bytes
 

@@ -109,15 +109,13 @@ class _Teller:
         for name in dict.fromkeys((*(n for op in program.ops for n in op.operands), *values)):  # in the order of first use
             for step, primitive, role in self._work(name):
                 large, small = self._sides(values[name], step)
-                once = max(2 * large / self.device.streaming, self.device.launch)
+                apart = self._apart(values[name], step, primitive) * max(2 * large / self.device.streaming, self.device.launch)
                 if (role, primitive) in TOGETHER and name in self.buckets[True]:
                     moved = {"all_gather": 2 * (small + large), "reduce_scatter": 2 * large}.get(primitive, 0)
-                    copied += moved / self.device.streaming + self._apart(values[name], step, primitive) * once
+                    copied += moved / self.device.streaming + apart
                     joined += 2 * large / self.device.streaming if primitive == "all_reduce" else 0.0
                 else:
-                    local += self._apart(values[name], step, primitive) * max(
-                        2 * large / self.device.streaming, self.device.launch
-                    )
+                    local += apart
                 if primitive in COLLECTIVES:
                     sent[primitive, role, self._bundle(name, step, primitive, role)].append((name, step))
                 elif primitive != "identity":
