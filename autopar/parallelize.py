@@ -55,7 +55,7 @@ def build(
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
-    bare = replace(priced, links=(), device=None)
+    bare = priced.bare
     context = _context_of(over, bare) if over else replace(connect(bare, device_mesh=device_mesh), disk=str(options.disk))
     source = ModelSource(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
@@ -276,13 +276,13 @@ def _emitted(
         layouts={path: assignment.given[name] for path, name in paths.items()},
         sharded=sharded_inputs,
     )
-    state = ModuleState(
-        plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps, inputs=inputs
-    )
     fits = dict(resolved.analysis.fits)
     own = {name: assignment.given[name] for name in given} if sharded_inputs else {}
     plain = all_plain(stored.values())
     graph = emit(step, assignment, fits, context, training=captured.training, unsharded=plain, given=own)
+    state = ModuleState(
+        plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps, inputs=inputs
+    )
     return ParallelModule(graph, program, stored, state)
 
 

@@ -40,7 +40,7 @@ from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
 from autopar.runtime.rank_failures import StepFailures
 from autopar.runtime.storage import all_plain, store, with_dtype
-from autopar.runtime.world import Context, connect
+from autopar.runtime.world import Context, FlattenedAxes, connect, without_processes
 
 
 def build_pipeline(
@@ -69,7 +69,7 @@ def planned_by_rank_0(
         context = connect(Mesh.of((mesh.devices,)))
     else:
         device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-        context = connect(replace(connected_mesh(mesh, options), links=(), device=None), device_mesh=device_mesh)
+        context = connect(connected_mesh(mesh, options).bare, device_mesh=device_mesh)
 
     def make() -> Plan:
         if options.pipeline is None:
@@ -92,7 +92,7 @@ def _built(
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
-    context = connect(replace(priced, links=(), device=None), device_mesh=device_mesh)
+    context = connect(priced.bare, device_mesh=device_mesh)
     source = ModelSource(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = sizes_of(plan, options, captured)
@@ -328,15 +328,18 @@ def _without(context: Context, axis: str) -> Context:
     axes = tuple(one for one in context.axes if one.name != axis)
     if not axes:
         alone = replace(context.axis(axis), size=1, index=0, group="")
-        return replace(context, mesh=Mesh(axes=(axis,), sizes=(1,)), device_mesh=None, axes=(alone,), control=None)
+        mesh = Mesh(axes=(axis,), sizes=(1,))
+        return replace(without_processes(mesh, (alone,), context.device), disk=context.disk)
     mesh = Mesh(axes=tuple(one.name for one in axes), sizes=tuple(one.size for one in axes))
+    places = [place for place, one in enumerate(context.axes) if one.name != axis]
+    over = FlattenedAxes(mesh.name_of, axes, lambda found: context.over(tuple(places[at] for at in found)).group)
     if context.device_mesh is None:
-        return replace(context, mesh=mesh, axes=axes)
+        return replace(context, mesh=mesh, axes=axes, over=over)
     grid = context.device_mesh
     if grid.mesh_dim_names is None:
         grid = DeviceMesh(grid.device_type, grid.mesh, mesh_dim_names=context.mesh.axes)
     kept = tuple(name for name, one in zip(grid.mesh_dim_names or (), context.axes, strict=True) if one.name != axis)
-    return replace(context, mesh=mesh, device_mesh=grid[kept], axes=axes)
+    return replace(context, mesh=mesh, device_mesh=grid[kept], axes=axes, over=over)
 
 
 __all__ = ["assembled_stages", "build_pipeline"]

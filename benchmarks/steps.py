@@ -143,7 +143,7 @@ def timed_steps(job: Job) -> list[tuple[list[Issued], list[Occurrence]]]:
     for _ in range(job.rounds):
         step.optimizer.zero_grad()
         dist.barrier()
-        with timed(step.module.autopar.context.axes) as seen:
+        with timed(step.module.autopar.context.known_axes) as seen:
             step.module(**step.batch).loss.backward()
         found.append(seen)
     return found

@@ -63,8 +63,7 @@ class BucketCalls:
 
     def _splits(self, bucket: Bucket) -> list[tuple[int, ...]]:
         """A `SplitPosition` per weight without trailing defaults; empty for conversions that do not move a split."""
-        axis, (_, first) = bucket.axis, bucket.steps[0]
-        kinds = first.source[axis].kind, first.target[axis].kind
+        kinds = bucket.steps[0][1].kinds
         if "S" not in kinds:
             return []
         shapes = [(step, self.program.values[name].shape) for name, step in bucket.steps]

@@ -20,11 +20,12 @@ from autopar.analysis.deferrable import deferrable
 from autopar.analysis.recomputability import is_random
 from autopar.analysis.weights import copies, weights
 from autopar.codegen.buckets import BucketCalls, FunctionCall
-from autopar.codegen.names import STATE, SUFFIXES, identifier, identifiers, is_attribute
+from autopar.codegen.module_state import axis_names
+from autopar.codegen.names import STATE, SUFFIXES, identifier, is_attribute
 from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import COLLECTIVES, Conversion, arrival
-from autopar.ir.layout import I, Layout, digits, local_shape
+from autopar.ir.layout import I, Layout, digits, local_shape, numbered_axes
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, aten, overload
 from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
@@ -105,7 +106,7 @@ class _Emitter:
         self.section = "outputs"
         results = [self._output(output) for output in program.outputs]
         self.graph.output(tuple(results))
-        for node in (*self.axes, self.rng_state, self.training, self.rematerializer, self.accumulator, self.deferred):
+        for node in (*self.axes.values(), self.rng_state, self.training, self.rematerializer, self.accumulator, self.deferred):
             if node is not None and not node.users:
                 self.graph.erase_node(node)
 
@@ -114,7 +115,10 @@ class _Emitter:
             node = self.graph.placeholder(identifier(value.name))
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
             self.values[value.name, self.received.get(value.name, (I,) * len(self.sizes))] = node
-        self.axes = [self._state(f"axes.{name}") for name in identifiers(self.context.mesh.axes).values()]
+        numbers = {*range(len(self.sizes)), *(step.axis for steps in self.assignment.routes.values() for step in steps)}
+        over = {number: self.context.over(numbered_axes(len(self.sizes))[number]) for number in sorted(numbers)}
+        names = axis_names(self.context)
+        self.axes = {number: self._state(f"axes.{names[axis.name]}") for number, axis in over.items()}
         random_ops = any(is_random(op, self.fits[op.name]) for op in program.ops)
         self.rng_state = self._state("rng_state") if random_ops else None
         has_flag = training and (random_ops or any(map(training_flag, program.ops)))

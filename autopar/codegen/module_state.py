@@ -85,8 +85,7 @@ class ModuleState:
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes
         self.variants = Variants()
-        names = identifiers(context.mesh.axes)
-        self.axes = SimpleNamespace(**{names[axis.name]: axis for axis in context.axes})
+        self.axes = SimpleNamespace(**{axis_names(context)[axis.name]: axis for axis in context.known_axes})
 
     def place(self, name: str) -> State:
         """Where the plan stores a parameter: H, in the host's memory, D, on the disk, or I, on the device."""
@@ -105,6 +104,11 @@ class ModuleState:
         copied.variants, copied.stepped = Variants(), None
         copied.compiled_step = copied.compiled_program = None  # those of the other module
         return copied
+
+
+def axis_names(context: Context) -> dict[str, str]:
+    """What axes are called in emitted code, those of the mesh and flattened ones, by their names."""
+    return identifiers(axis.name for axis in context.known_axes)
 
 
 __all__ = ["ModuleState", "OutputLayout"]

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cost_models.collectives import RankGroup, nccl
 from autopar.errors import MeshError
+from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import Bus, Device, Link, Mesh, Seconds
 
 NVLINK: Seconds = 3.4e-6
@@ -111,31 +112,48 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
 
     Ranks are numbered row-major and fill the nodes in order. Links of the catalog get lines for the groups of each axis, by the
     nodes that these span (`collectives.nccl`); those that NCCL does not drive are taken as they are, the slower one for an axis
-    that is partly inside a node. Links that the mesh already has are kept, and those that a device was measured with.
+    that is partly inside a node. Links that the mesh already has are kept, and those that a device was measured with. Adjacent
+    axes get a link as one, flattened, where groups of so many are known: one ring enters each node once for all of them.
     Raises MeshError if the device names a link that is not in the catalog.
     """
     if mesh.links:
         return dataclasses.replace(mesh, device=device)
     if device.links:
-        return dataclasses.replace(mesh, links=tuple(_measured(size, device) for size in mesh.sizes), device=device)
+        links = tuple(_measured(size, device) for size in mesh.sizes)
+        known = [(axes, math.prod(mesh.sizes[axis] for axis in axes)) for axes in _flattened(mesh)]
+        flattened = tuple((axes, device.links[size]) for axes, size in known if size in device.links)
+        return dataclasses.replace(mesh, links=links, device=device, flattened=flattened)
     inner, outer = _link(device.inner, device), _link(device.outer, device)
-    links = tuple(_of_groups(group, inner, outer) for group in groups(mesh, device.per_node))
-    return dataclasses.replace(mesh, links=links, device=device)
+    single = [(axis,) for axis in range(len(mesh.sizes))]
+    links = tuple(_of_groups(group, inner, outer) for group in groups(mesh, device.per_node, single))
+    several = _flattened(mesh)
+    found = (_of_groups(group, inner, outer) for group in groups(mesh, device.per_node, several))
+    return dataclasses.replace(mesh, links=links, device=device, flattened=tuple(zip(several, found, strict=True)))
 
 
-def groups(mesh: Mesh, per_node: int) -> Iterator[RankGroup]:
-    """Where the groups of every axis stand.
+def _flattened(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The adjacent axes over which messages may go at once, of those of more than one device each; names stay different."""
+    runs = [axes for axes in numbered_axes(len(mesh.sizes))[len(mesh.sizes) :] if all(mesh.sizes[axis] > 1 for axis in axes)]
+    return [axes for axes in runs if mesh.name_of(axes) not in mesh.axes] if mesh.ascending else []
 
-    >>> [(group.nodes, group.local) for group in groups(Mesh.of((4, 2, 4)), 8)]
-    [(4, 1), (1, 2), (1, 4)]
+
+def groups(mesh: Mesh, per_node: int, axes: Sequence[tuple[int, ...]]) -> Iterator[RankGroup]:
+    """Where the groups over some axes stand, which are one each, or several adjacent ones.
+
+    >>> [(group.nodes, group.local) for group in groups(Mesh.of((4, 2, 4)), 8, [(0,), (1,), (2,), (0, 1)])]
+    [(4, 1), (1, 2), (1, 4), (4, 2)]
     """
-    for axis, size in enumerate(mesh.sizes):
-        stride = math.prod(mesh.sizes[axis + 1 :])
+    for places in axes:
+        size = math.prod(mesh.sizes[axis] for axis in places)
+        stride = math.prod(mesh.sizes[places[-1] + 1 :])
         span = stride * size
         if mesh.size <= per_node or per_node % span == 0:
             yield RankGroup(ranks=size, nodes=1, local=size)
         elif per_node % stride == 0 and span % per_node == 0:
             yield RankGroup(ranks=size, nodes=span // per_node, local=per_node // stride)
+        elif size == mesh.size:  # all ranks: the last node has what is left
+            nodes = -(-size // per_node)
+            yield RankGroup(ranks=size, nodes=nodes, local=size - (nodes - 1) * per_node)
         else:  # unevenly: some node has one rank only
             yield RankGroup(ranks=size, nodes=min(size, -(-(span - stride) // per_node) + 1), local=1)
 
@@ -174,7 +192,8 @@ def merged(mesh: Mesh, device: Device) -> Mesh:
     Where a dim may be split over each of several such axes, it may be split over the one that they make, in one message instead
     of one for each. Axes that are partly inside a node stay, and those for whose devices together a profile has no link.
     """
-    kinds = mesh.links or [_kind(group, place) for place, group in enumerate(groups(mesh, device.per_node))]
+    single = [(axis,) for axis in range(len(mesh.sizes))]
+    kinds = mesh.links or [_kind(group, place) for place, group in enumerate(groups(mesh, device.per_node, single))]
     runs: list[int] = []
     for _, same in itertools.groupby(enumerate(kinds), key=lambda pair: pair[1]):
         places = [place for place, _ in same]

@@ -7,7 +7,7 @@ import torch
 from autopar.codegen import emit
 from autopar.plan.resolved import ResolvedPlan
 from autopar.planning.planner import Planned
-from autopar.runtime.world import Axis, Context
+from autopar.runtime.world import Axis, without_processes
 
 
 def code(planned: Planned) -> str:
@@ -20,6 +20,5 @@ def code_of(resolved: ResolvedPlan) -> str:
     mesh, analysis = resolved.plan.mesh, resolved.analysis
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
     device = torch.device("cpu") if resolved.plan.device.startswith("cpu") else torch.device("cuda", 0)
-    context = Context(mesh=mesh, device_mesh=None, axes=axes, device=device)
-    graph = emit(analysis.step, resolved.assignment, dict(analysis.fits), context)
+    graph = emit(analysis.step, resolved.assignment, dict(analysis.fits), without_processes(mesh, axes, device))
     return graph.python_code("self").src

@@ -6,8 +6,9 @@ that, and is said apart. Cards and switches of the network are not on the boards
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models import catalog
@@ -59,10 +60,12 @@ def energy_of(plan: Plan) -> EnergyUse:
     reads = step.memory * catalog.DEVICES[plan.device].bandwidth * devices
     moved["memory"] = reads, reads * BITS * board.memory_bit
     over: dict[str, float] = defaultdict(float)
-    links = dict(zip(plan.axes, zip(plan.sizes, plan.links, strict=True), strict=True))
     for message in plan.collectives:
-        size, link = links[message.axis]
-        over[link] += sent(message.kind, message.bytes, size) * devices / size
+        places = plan.mesh.axes_named(message.axis)
+        size = math.prod(plan.sizes[place] for place in places)
+        total = sent(message.kind, message.bytes, size) * devices / size
+        for place, share in zip(places, hops([plan.sizes[place] for place in places]), strict=True):
+            over[plan.links[place]] += total * share
     moved |= {link: (count, count * BITS * link_bit(link)) for link, count in over.items()}
     waiting = step.exposed / step.seconds if step.seconds else 0.0
     boards = board.watts * devices * plan.step_time
@@ -77,6 +80,16 @@ def energy_of(plan: Plan) -> EnergyUse:
         tokens=step.tokens,
         source=board.source,
     )
+
+
+def hops(sizes: Sequence[int]) -> list[float]:
+    """The parts of a ring's hops that each of its axes is the outermost to change, where ranks are in the mesh's order.
+
+    >>> hops((8, 4))  # of four hops one leaves a group of the inner axis
+    [0.25, 0.75]
+    """
+    starts = [1 / math.prod(sizes[place + 1 :]) for place in range(len(sizes))]  # of hops that change this axis, or one outside
+    return [start - before for before, start in zip((0.0, *starts), starts, strict=False)]
 
 
 def energy_parts(use: EnergyUse, epoch: int | None) -> Iterator[Part]:

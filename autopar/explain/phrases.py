@@ -97,13 +97,15 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
     names = (name, *(copy for copy, of in plan.breakdown.copies.items() if of == name))
     for used, step in ((each, step) for each in names for step in plan.routes.get(each, ())):
         sides = [[entry.strip() for entry in side.split(",")] for side in step.split("->")]
-        axis = next(a for a, (s, t) in enumerate(zip(*sides, strict=True)) if s != t)
-        change = sides[0][axis][0], sides[1][axis][0]
-        if change in USES:
-            uses.setdefault(USES[change], []).append(plan.axes[axis])
-        gradient = WAYS[change][1]
-        if (gradient, plan.axes[axis]) in backward.get(used, ()):
-            gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
+        differ = [axis for axis, (source, target) in enumerate(zip(*sides, strict=True)) if source != target]
+        # Where axes share a dim, an entry may also differ by its place in the nest.
+        for axis in [axis for axis in differ if sides[0][axis][0] != sides[1][axis][0]] or differ[:1]:
+            change = sides[0][axis][0], sides[1][axis][0]
+            if change in USES:
+                uses.setdefault(USES[change], []).append(plan.axes[axis])
+            gradient = WAYS[change][1]
+            if (gradient, plan.axes[axis]) in backward.get(used, ()):
+                gradients.setdefault(GRADIENTS[gradient], []).append(plan.axes[axis])
 
     def over(axes: list[str]) -> str:
         return "" if axes == [MEMORY] else f" over {joined(axis for axis in plan.axes if axis in axes)}"

@@ -108,7 +108,7 @@ def _parameters(plan: Plan) -> Iterator[tuple[str, str]]:
     backward: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for entry in plan.collectives:
         for name in (entry.value, *entry.more) if entry.where == "backward" else ():
-            backward[name].append((entry.kind, entry.axis))
+            backward[name] += [(entry.kind, plan.axes[axis]) for axis in plan.mesh.axes_named(entry.axis)]
     for name, words in plan.breakdown.stored.items():
         if ":" not in name:
             yield name, "; ".join([f"stored {stored(words, plan.axes)}", *use(plan, name, backward)])

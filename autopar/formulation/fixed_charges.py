@@ -13,7 +13,7 @@ from autopar.formulation.overlap import Sent
 from autopar.formulation.overlap_loads import GRADIENT, REGATHER, OverlapLoads
 from autopar.formulation.prices import Prices, added_up
 from autopar.ir.conversion import WAYS
-from autopar.ir.layout import R
+from autopar.ir.layout import R, numbered_axes
 from autopar.search_space.buckets import TOGETHER, shared
 from autopar.search_space.layout_graph import LayoutGraph
 from autopar.search_space.reachable import Conversions
@@ -48,8 +48,8 @@ def fixed_charges(
         for names in weight_buckets(analysis.program, moved=moved):
             alike.setdefault(frozenset(place[name] for name in names), []).append(names[0])
     charges = itertools.count()
-    axes = range(len(prices.mesh.sizes))
-    for (number, (forward, backward)), axis, before in itertools.product(enumerate(WAYS.values()), axes, axes):
+    axes, numbered = range(len(prices.mesh.sizes)), numbered_axes(len(prices.mesh.sizes))
+    for (number, (forward, backward)), axis, before in itertools.product(enumerate(WAYS.values()), range(len(numbered)), axes):
         moved = forward != "identity" or before > 0
         sent = [(forward, None), (forward, REGATHER)] if forward in TOGETHER[0] else []
         sent += [(backward, GRADIENT)] if backward in TOGETHER[1] else []
@@ -67,16 +67,18 @@ def fixed_charges(
                     triggers.append(ChargeTrigger(edge=w, consumers=consumers, arcs=arcs))
             together = constraints.once or (not moved and kind == backward and added_up(forward, backward))
             runs = 1 if together else analysis.step.microbatches
-            seconds = runs * len(buckets) * prices.latency(kind, axis)
-            if triggers and seconds > 0:
+            seconds = runs * len(buckets) * prices.latency(kind, axis) if triggers else 0.0
+            if seconds > 0:
                 if loads is not None:
                     shares = loads.overlap.shares(buckets, SENT[condition], moved=moved)
                     seconds = loads.charge(next(charges), seconds, axis, shares)
-                yield FixedCharge(name=f"{kind} over {prices.mesh.axes[axis]}", seconds=seconds, triggers=tuple(triggers))
+                name = f"{kind} over {prices.mesh.name_of(numbered[axis])}"
+                yield FixedCharge(name=name, seconds=seconds, triggers=tuple(triggers))
 
 
 def _kinds(graph: LayoutGraph) -> tuple[Ints, Ints, Ints, Ints]:
     """The axis and the pair of each arc, on how many axes its source is shared, and that if one of them is a later one."""
     counts = np.array([shared(layout) for layout in graph.nodes])[graph.source]
     last = np.array([max((a for a, state in enumerate(layout) if state == R), default=-1) for layout in graph.nodes])
-    return graph.axis, graph.pair, counts, np.where(last[graph.source] > graph.axis, counts, 0)
+    innermost = np.array([axes[-1] for axes in numbered_axes(len(graph.nodes[0]))])
+    return graph.axis, graph.pair, counts, np.where(last[graph.source] > innermost[graph.axis], counts, 0)

@@ -21,8 +21,8 @@ from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.fixed_charges import fixed_charges
 from autopar.formulation.overlap import Overlap
-from autopar.formulation.overlap_loads import STILL, ArcPrices, OverlapLoads
-from autopar.formulation.prices import Prices, arc_seconds, end_seconds, op_class_seconds, ties
+from autopar.formulation.overlap_loads import STILL, OverlapLoads
+from autopar.formulation.prices import ArcSeconds, Prices, arc_seconds, end_seconds, op_class_seconds, ties
 from autopar.formulation.recompute_terms import reconvert_seconds, repeated_seconds, rerunnable
 from autopar.formulation.step_collectives import Phase, inside, returns
 from autopar.formulation.step_time import StepPrices
@@ -142,7 +142,9 @@ def formulate(
     """
     assert mesh.links, "a mesh is priced with its links"
     prices = Prices(mesh=mesh, optimizer=optimizer, model=cost_model)
-    lists, spaces = reachable(analysis, dict(offers(analysis, constraints, sharded_outputs)), constraints)
+    lists, spaces = reachable(
+        analysis, dict(offers(analysis, constraints, sharded_outputs)), constraints, tuple(axes for axes, _ in mesh.flattened)
+    )
     place = {name: i for i, name in enumerate(lists)}
     reruns = rerunnable(analysis, policy)
     dropped = dropped_weights(analysis) if constraints.reshard_after_forward else frozenset[str]()
@@ -320,7 +322,7 @@ def _arc_prices(
     count: int,
     constraints: StrategyConstraints,
     policy: RecomputePolicy,
-) -> ArcPrices:
+) -> ArcSeconds:
     """What these conversions of a value take, in all of so many members."""
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
     reduce_dtype = analysis.reduce_dtypes.get(value.name)
@@ -330,7 +332,7 @@ def _arc_prices(
     recompute = reconvert_seconds(value, graph, one.rerun if weight else one.there, policy, weight=weight)
     if weight and constraints.keep_gathered:
         recompute = None
-    return ArcPrices(
+    return ArcSeconds(
         there=count * one.there, back=count * one.back, unpacking=count * one.unpacking, packing=count * one.packing,
         rerun=count * again, recompute=None if recompute is None else count * recompute,
     )  # fmt: skip

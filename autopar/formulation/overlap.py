@@ -8,8 +8,9 @@ there:
     step       =  sum_r seconds[r] + bare messages + optimizer
 
 `beta` is `Device.interference`; with 1, nothing is gained by overlap, and a step is the sum of everything. Mesh axes of one
-link share its row. A message is *asynchronous* if the emitted code issues it ahead of its use (`memory.prefetch`,
-`runtime.bucketed_collectives`), and hidden by another region than the one that uses it:
+link share its row; what goes over several axes at once is in the rows of all their links. A message is *asynchronous* if the
+emitted code issues it ahead of its use (`memory.prefetch`, `runtime.bucketed_collectives`), and hidden by another region than
+the one that uses it:
 
     gather of a bucket in the forward        the member before the first that uses it, while which it is prefetched
     gathered again in the backward           the member after it, which runs its backward before; on several axes the emitted
@@ -24,6 +25,7 @@ What nothing hides is bare: the first gather of a pass, the last reduction of th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from typing import Literal
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.step_regions import StepRegions, step_regions
+from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import Mesh, Seconds
 from autopar.solver.overlap import outlasting
 
@@ -48,7 +51,7 @@ class Overlap:
 
     regions: StepRegions
     beta: float
-    links: tuple[int, ...]  # by mesh axis: axes of one link have the same number
+    links: tuple[tuple[int, ...], ...]  # by axis, then by flattened one: the numbers of its links, which axes may share
     runs: int
     once: bool
 
@@ -60,13 +63,14 @@ class Overlap:
         if beta >= 1:
             return None
         names = list(dict.fromkeys(link.name for link in mesh.links))
-        links = tuple(names.index(link.name) for link in mesh.links)
+        numbers = [names.index(link.name) for link in mesh.links]
+        links = tuple(tuple(sorted({numbers[axis] for axis in axes})) for axes in numbered_axes(len(numbers)))
         return Overlap(regions=step_regions(analysis), beta=beta, links=links, runs=analysis.step.microbatches, once=once)
 
     @property
     def count(self) -> int:
         """How many links there are."""
-        return max(self.links) + 1
+        return 1 + max(itertools.chain(*self.links))
 
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
 from autopar.formulation.overlap import Overlap
+from autopar.formulation.prices import ArcSeconds
 from autopar.ir.conversion import CARRIED, WAYS
 from autopar.search_space.buckets import TOGETHER
 from autopar.solver.overlap import Load, OverlapRegion
@@ -23,19 +24,6 @@ FORWARD_CARRIED, BACKWARD_CARRIED = (np.array([ways[phase] in CARRIED for ways i
 STILL = np.array([forward == "identity" for forward, _ in WAYS.values()])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArcPrices:
-    """Seconds per arc of an edge, all members together: of its conversion, of its gradient, of repeating it in any case, and of
-    recomputing it for the backward (None: never); and what of these the device does, by `prices.ArcSeconds`."""
-
-    there: Floats
-    back: Floats
-    unpacking: Floats
-    packing: Floats
-    rerun: Floats
-    recompute: Floats | None
-
-
 Put = Callable[[Load, Floats], None]
 K = TypeVar("K")
 
@@ -45,7 +33,8 @@ class OverlapLoads:
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
-        self._link = np.array(overlap.links)  # by mesh axis
+        # By axis and link: whether messages over that axis go over that link.
+        self._links = np.array([[link in links for link in range(overlap.count)] for links in overlap.links], dtype=np.bool_)
         self._loads: dict[tuple[int, int], Load] = {}
         self._ahead: dict[tuple[int, int], Load] = {}
 
@@ -81,17 +70,19 @@ class OverlapLoads:
             waits = sum((s for (where, _), s in sent.items() if where == backward), seconds)
             _add(self._of(place, BUSY).choices, number, waits)
         for (backward, axis), seconds in sent.items():
-            _add(self._of(self.overlap.op(name, backward=backward), int(self._link[axis])).choices, number, seconds)
+            for link in self.overlap.links[axis]:
+                _add(self._of(self.overlap.op(name, backward=backward), link).choices, number, seconds)
         if rerun is not None:
             place, again = self.overlap.op(name, backward=True), [(axis, s) for (where, axis), s in sent.items() if not where]
             _add(self._of(place, BUSY).reruns, number, sum((s for _, s in again), rerun))
             for axis, seconds in again:
-                _add(self._of(place, int(self._link[axis])).reruns, number, seconds)
+                for link in self.overlap.links[axis]:
+                    _add(self._of(place, link).reruns, number, seconds)
 
     def edge(
-        self, number: int, members: Sequence[str], pair: Ints, axis: Ints, prices: ArcPrices, *, bucketed: bool
-    ) -> ArcPrices:
-        """An edge with these members, whose arcs make these conversions on these axes; its prices with the overlap."""
+        self, number: int, members: Sequence[str], pair: Ints, axis: Ints, prices: ArcSeconds, *, bucketed: bool
+    ) -> ArcSeconds:
+        """An edge with these members, whose arcs make these conversions on these axes; its seconds with the overlap."""
         name, stays = members[0], STILL[pair]
         gathers, reduces = GATHERED[pair] & bucketed, REDUCED[pair] & bucketed
         carried = FORWARD_CARRIED[pair], BACKWARD_CARRIED[pair]
@@ -112,11 +103,11 @@ class OverlapLoads:
 
         def waits(put: Put, seconds: Floats, only: Bools, place: int | None, sent: Bools) -> Floats:
             """Synchronous seconds of some arcs, of which some are sent."""
-            return self._spread(put, np.where(only, seconds, 0.0), {place: 1.0}, self._link[axis], sent, slow=1.0)
+            return self._spread(put, np.where(only, seconds, 0.0), {place: 1.0}, self._links[axis], sent, slow=1.0)
 
         def ahead(put: Put, seconds: Floats, only: Bools, shares: Mapping[int | None, float]) -> Floats:
             """Asynchronous seconds of some arcs."""
-            return self._spread(put, np.where(only, seconds, 0.0), shares, self._link[axis], only, slow=self.overlap.beta)
+            return self._spread(put, np.where(only, seconds, 0.0), shares, self._links[axis], only, slow=self.overlap.beta)
 
         everything = np.full(len(pair), True)
         first, again = (hidden(members, sent) if gathers.any() else {} for sent in ("gather", "regather"))
@@ -138,33 +129,30 @@ class OverlapLoads:
             finite = np.where(np.isfinite(recompute), recompute, 0.0)
             some = forward(reconvert, finite, here[1], again)
             recompute = np.where(np.isfinite(recompute), some, np.inf)
-        return ArcPrices(
-            there=there, back=back, unpacking=prices.unpacking, packing=prices.packing, rerun=rerun, recompute=recompute
-        )
+        return replace(prices, there=there, back=back, rerun=rerun, recompute=recompute)
 
     def charge(self, number: int, seconds: float, axis: int, shares: Mapping[int | None, float]) -> float:
         """The latency of messages over an axis; its price with the overlap."""
         for place, share in shares.items():
             if place is not None:
-                link = int(self._link[axis])
-                loads = (self._of(place, BUSY), self.overlap.beta), (self._of(place, link), 1.0), (self._sent(place, link), 1.0)
-                for load, slow in loads:
+                carried = [(find(place, link), 1.0) for link in self.overlap.links[axis] for find in (self._of, self._sent)]
+                for load, slow in [(self._of(place, BUSY), self.overlap.beta), *carried]:
                     load.charges[number] = load.charges.get(number, 0.0) + slow * share * seconds
         bare = shares.get(None, 0.0)
         return seconds * (bare + self.overlap.beta * (1.0 - bare))
 
     def _spread(
-        self, put: Put, seconds: Floats, shares: Mapping[int | None, float], link: Ints, sent: Bools, *, slow: float
+        self, put: Put, seconds: Floats, shares: Mapping[int | None, float], links: Bools, sent: Bools, *, slow: float
     ) -> Floats:
-        """Seconds per arc, spread over places: the device is busy with a part `slow`, the links carry what is `sent`; their
-        price."""
+        """Seconds per arc, spread over places: the device is busy with a part `slow`, the `links` of each arc carry what is
+        `sent`; their price."""
         for place, share in shares.items() if seconds.any() else ():
             if place is not None:
                 put(self._of(place, BUSY), slow * share * seconds)
-                for number in np.unique(link[sent]).tolist():
+                for number in np.flatnonzero(links[sent].any(axis=0)).tolist():
                     loads = [self._of(place, number), *([self._sent(place, number)] if slow < 1 else [])]
                     for load in loads:
-                        put(load, np.where(sent & (link == number), share * seconds, 0.0))
+                        put(load, np.where(sent & links[:, number], share * seconds, 0.0))
         bare = shares.get(None, 0.0)
         return seconds * (bare + slow * (1.0 - bare))
 
@@ -180,4 +168,4 @@ def _add(found: dict[K, Floats], key: K, seconds: Floats) -> None:
     found[key] = found[key] + seconds if key in found else np.array(seconds, dtype=np.float64)
 
 
-__all__ = ["GRADIENT", "REGATHER", "ArcPrices", "OverlapLoads"]
+__all__ = ["GRADIENT", "REGATHER", "OverlapLoads"]

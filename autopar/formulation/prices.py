@@ -52,10 +52,11 @@ class Prices:
         return self.model.op_cost(op, values, self.device)
 
     def collectives(self, kind: str, sizes: Floats, axis: int) -> Floats:
-        """Seconds of a collective over a mesh axis, or of a copy between memories, for buffers of so many bytes."""
+        """Seconds of a collective over an axis, of the mesh or flattened, or of a copy between memories, for buffers of so many
+        bytes."""
         if kind in COPIES:
             return np.array([self.copy(kind, size) for size in sizes.tolist()])
-        return np.asarray(self.model.collective_seconds(kind, sizes, self.mesh.sizes[axis], self.mesh.links[axis]))
+        return np.asarray(self.model.collective_seconds(kind, sizes, self.mesh.ranks_over(axis), self.mesh.link_over(axis)))
 
     def collective(self, kind: str, size: float, axis: int) -> Seconds:
         """Seconds of one collective over a mesh axis, for a buffer of so many bytes."""
@@ -256,7 +257,8 @@ def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArcSeconds:
-    """Seconds per arc, in all runs: of the conversion, of its gradient, and of its collective alone if it is run again.
+    """Seconds per arc, in all runs: of the conversion, of its gradient, of what of it is run again in any case, and of
+    recomputing it for the backward (None: never).
 
     What the device itself copies for messages is part of them: `unpacking` of the conversion, of which it is run again too, and
     `packing` of the gradient's.
@@ -267,12 +269,13 @@ class ArcSeconds:
     rerun: Floats
     unpacking: Floats
     packing: Floats
+    recompute: Floats | None = None
 
 
 def arc_seconds(
     graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, reduce_dtype: torch.dtype | None = None, runs: int = 1
 ) -> ArcSeconds:
-    """The seconds of a value's conversions.
+    """The seconds of a value's conversions, where their collectives alone are run again.
 
     `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`).
     `reduce_dtype` is the dtype in which gradients are added up, if not the value's.

@@ -29,7 +29,10 @@ def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
         formulated.edges, formulated.spaces, formulated.problem.edges, solution.arcs, strict=True
     ):
         nodes = graph.nodes
-        steps = tuple(_step(nodes[int(edge.source[a])], nodes[int(edge.target[a])]) for a in arcs)
+        steps = tuple(
+            Conversion(axis=int(graph.axis[a]), source=nodes[int(edge.source[a])], target=nodes[int(edge.target[a])])
+            for a in arcs
+        )
         routes |= {member: steps for member in values.members if steps}
     return Assignment(
         ops={op.name: picked[of[op.name]] for op in program.ops},
@@ -161,11 +164,6 @@ def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
     """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
     before = [other for other in route if other.target == step.source]
     return step.primitives[0] in CARRIED or any(_gathered(route, other) for other in before)
-
-
-def _step(source: Layout, target: Layout) -> Conversion:
-    axis = next(a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
-    return Conversion(axis=axis, source=source, target=target)
 
 
 __all__ = ["NoSolutionError", "assignment", "solution_of"]

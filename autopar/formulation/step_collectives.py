@@ -32,7 +32,7 @@ Phase = Literal["forward", "backward", "recompute"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One collective on a mesh axis for one or several values; `bytes` is its larger buffer on one rank.
+    """One collective on an axis, of the mesh or flattened, for one or several values; `bytes` is its larger buffer on one rank.
 
     In the phase "recompute", which is part of the backward, it repeats one of the forward. It is sent `once` per step, or by
     each micro-batch.

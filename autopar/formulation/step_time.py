@@ -152,7 +152,8 @@ def _overlapped(events: Sequence[StepEvent], overlap: Overlap, analysis: Analysi
         if place is not None:
             busy[place] += found[-1]
             if event.message is not None:
-                links[place, overlap.links[event.message.axis]] += event.seconds
+                for link in overlap.links[event.message.axis]:
+                    links[place, link] += event.seconds
     return found, overlap.excess(busy, links)
 
 
@@ -239,7 +240,7 @@ def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of
     back = step in backward_conversions(analysis, schedule.chosen, name)
     bucketed, (forward, backward), shape = name in analysis.bucketed, step.primitives, analysis.program.values[name].shape
     runs = 1 if bucketed and schedule.chosen.once else runs
-    ends = np.array([[scattered(layout, step.axis, shape, analysis.sizes) for layout in (step.source, step.target)]])
+    ends = np.array([[scattered(layout, step.axes[0], shape, analysis.sizes) for layout in (step.source, step.target)]])
     unpacking = prices.prices.unpacking(forward, large, small, ends, bucketed=bucketed)
     packing = prices.prices.packing(backward, large, small, ends[:, ::-1], bucketed=bucketed, wider=wider)
     packed = 1 if bucketed and added_up(forward, backward) else runs

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -270,7 +269,7 @@ def parallel_generator(
     """
     asked = generation_options(options)
     if plan is None:
-        context = connect(replace(connected_mesh(mesh, asked), links=(), device=None))
+        context = connect(connected_mesh(mesh, asked).bare)
         line = from_rank_0(lambda: plan_generation(model, prompts, mesh, length=length, **options).to_json(), context)
         plan = GenerationPlan.from_json(line)
     plan.check(prompts, length)

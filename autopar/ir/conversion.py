@@ -1,5 +1,7 @@
 """Conversions: how a value goes from one layout to another, one mesh axis at a time, and what its gradient does then.
 
+Weights, and their gradients, may also go over several adjacent axes in one message, as over the axis that these make.
+
 A conversion is a pair of primitives, one for the value and one for the gradient on its way back. Four primitives are
 collectives, four are local:
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.ir.layout import I, Layout, State, blocks, each_split, local_shape
+from autopar.ir.layout import I, Layout, State, blocks, each_split, local_shape, numbered_axes, one_digit
 from autopar.ir.mesh import Bytes
 from autopar.ir.program import Value, elements
 
@@ -43,22 +45,47 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "I"): ("all_reduce", "identity"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
+FLATTENED = (("S", "R"), ("S", "I"), ("I", "R"))  # of weights: over several axes at once
 FETCHES: dict[tuple[str, str], tuple[str, str]] = {("H", "I"): ("fetch", "stow"), ("D", "I"): ("read", "write")}
 WAYS = {**CONVERSIONS, **FETCHES}  # between ranks, and between memories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One value changes its state on one axis; `source` and `target` are whole layouts that differ there only."""
+    """One value changes its state on an axis, of the mesh or flattened (`layout.numbered_axes`).
+
+    `source` and `target` are whole layouts that differ there only.
+    """
 
     axis: int
     source: Layout
     target: Layout
 
+    @staticmethod
+    def between(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Conversion | None:
+        """The conversion from one layout to another; None if it takes more than one."""
+        changed = tuple(axis for axis, (before, after) in enumerate(zip(source, target, strict=True)) if before != after)
+        numbered = numbered_axes(len(source))
+        if changed not in numbered or (len(changed) > 1 and not flattens(source, target, changed, sizes)):
+            return None
+        step = Conversion(axis=numbered.index(changed), source=source, target=target)
+        return None if source[changed[0]].own or target[changed[0]].own or step.kinds not in WAYS else step
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the mesh on which the state changes, outermost first."""
+        return numbered_axes(len(self.source))[self.axis]
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """The kinds of state before and after, the same on all of its axes."""
+        first = self.axes[0]
+        return self.source[first].kind, self.target[first].kind
+
     @property
     def primitives(self) -> tuple[str, str]:
         """What happens to the value, and to the gradient on its way back."""
-        return WAYS[self.source[self.axis].kind, self.target[self.axis].kind]
+        return WAYS[self.kinds]
 
     def collective_bytes(self, shape: tuple[int, ...], itemsize: int, sizes: tuple[int, ...]) -> int:
         """Bytes of the largest buffer of this conversion's collectives on one rank (the gathered side of a gather)."""
@@ -71,15 +98,22 @@ class Conversion:
 
         The other axes' digits are gone from the local tensor on both sides, so the count is the same before and after.
         """
-        return state.dim, blocks(layout, self.axis, shape, sizes)
+        return state.dim, blocks(layout, self.axes[0], shape, sizes)
 
     def possible(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
         """Whether collectives do it: an all-to-all within a dim needs blocks that are cut where those of the other side are."""
-        before, after = self.source[self.axis], self.target[self.axis]
-        if (before.kind, after.kind) != ("S", "S") or before.dim != after.dim:
+        if self.kinds != ("S", "S") or self.source[self.axis].dim != self.target[self.axis].dim:
             return True
         outer, inner = sorted(blocks(layout, self.axis, shape, sizes) for layout in (self.source, self.target))
         return inner == outer or inner % (outer * sizes[self.axis]) == 0
+
+
+def flattens(source: Layout, target: Layout, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether one message goes over several adjacent axes: the states there change alike, and a split is one of them all."""
+    kinds = {(source[axis].kind, target[axis].kind) for axis in axes}
+    own = any(layout[axis].own for layout in (source, target) for axis in axes)
+    alike = len(kinds) == 1 and kinds <= set(FLATTENED) and not own
+    return alike and (source[axes[0]].kind != "S" or one_digit(source, axes, sizes))
 
 
 def scattered(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
@@ -103,7 +137,7 @@ def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool
     `back` asks for the gradient's primitive.
     """
     ends = (step.target, step.source) if back else (step.source, step.target)
-    before, after = (scattered(layout, step.axis, value.shape, sizes) for layout in ends)
+    before, after = (scattered(layout, step.axes[0], value.shape, sizes) for layout in ends)
     largest = max(value.local_bytes(layout, sizes) for layout in ends)
     return largest * copies(step.primitives[back], before=before, after=after)
 

@@ -33,6 +33,7 @@ axes that share a dim nest in mesh order unless numbered outer to inner: "S(0)/2
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -72,6 +73,19 @@ AWAY = (H, D)  # from the device
 Layout = tuple[State, ...]  # one state per mesh axis
 
 
+@functools.cache
+def numbered_axes(count: int) -> tuple[tuple[int, ...], ...]:
+    """The axes of each number on a mesh of so many: one of the mesh, and after all these several adjacent ones, *flattened*.
+
+    What is split over several axes is gathered over the axis that they make in one message: its ranks are in the mesh's order.
+
+    >>> numbered_axes(3)
+    ((0,), (1,), (2,), (0, 1), (0, 1, 2), (1, 2))
+    """
+    runs = (tuple(range(start, stop)) for start in range(count) for stop in range(start + 2, count + 1))
+    return (*((axis,) for axis in range(count)), *runs)
+
+
 def split(dim: int, stride: int) -> State:
     """The state of an axis that owns the digit of this stride in this dim."""
     return State("S", dim, stride)
@@ -104,6 +118,16 @@ def _even(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
             return False
         size = stride
     return True
+
+
+def one_digit(layout: Layout, axes: Sequence[int], sizes: tuple[int, ...]) -> bool:
+    """Whether the splits of adjacent axes are one of the axis that they make: of one dim, each nested in the one before."""
+    states = [layout[axis] for axis in axes]
+    nested = all(
+        outer.stride == inner.stride * sizes[axis]
+        for (outer, inner), axis in zip(itertools.pairwise(states), axes[1:], strict=True)
+    )
+    return nested and len({state.dim for state in states}) == 1
 
 
 def chunk(size: int, parts: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.errors import MeshError, printable
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
+from autopar.ir.layout import numbered_axes
 
 Seconds = float
 Bytes = int
@@ -188,7 +189,8 @@ class AutoMesh:
 class Mesh:
     """Named axes, outermost first; the last axis is the innermost: its devices stand next to each other.
 
-    `links[i]` connects the devices along axis i; empty until a device is known (`autopar.cost_models.links.connect`).
+    `links[i]` connects the devices along axis i; empty until a device is known (`autopar.cost_models.links.connect`). So does
+    each link in `flattened` those of several adjacent axes, as one group, over which messages may go, too.
 
     >>> Mesh.of((2, 4))
     Mesh(axis0=2, axis1=4)
@@ -198,6 +200,9 @@ class Mesh:
     sizes: tuple[int, ...]
     links: tuple[Link, ...] = ()
     device: Device | None = None
+    flattened: tuple[tuple[tuple[int, ...], Link], ...] = ()
+    # Whether ranks ascend in the mesh's order: only then are they in it in a process group over flattened axes.
+    ascending: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         if not self.sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
@@ -229,7 +234,9 @@ class Mesh:
                 fix="give a tuple of sizes, a dict name -> size, an autopar.Mesh or a DeviceMesh",
             )
         sizes = tuple(ranks.shape)
-        return Mesh(axes=tuple(names or (f"axis{i}" for i in range(len(sizes)))), sizes=sizes)
+        flat = ranks.flatten().tolist()
+        axes = tuple(names or (f"axis{i}" for i in range(len(sizes))))
+        return Mesh(axes=axes, sizes=sizes, ascending=flat == sorted(flat))
 
     @property
     def size(self) -> int:
@@ -258,7 +265,64 @@ class Mesh:
         """
         if not self.has_memories or len(self.axes) == 1:
             return self
-        return replace(self, axes=self.axes[:-1], sizes=self.sizes[:-1], links=self.links[:-1])
+        flattened = tuple((axes, link) for axes, link in self.flattened if axes[-1] < len(self.axes) - 1)
+        return replace(self, axes=self.axes[:-1], sizes=self.sizes[:-1], links=self.links[:-1], flattened=flattened)
+
+    @property
+    def bare(self) -> Mesh:
+        """The mesh without its device and links."""
+        return replace(self, links=(), device=None, flattened=())
+
+    def without(self, axis: str) -> Mesh:
+        """The mesh of the devices that have one place on an axis; of one device where there is no other axis."""
+        if len(self.axes) == 1:
+            return replace(self, sizes=(1,), flattened=())
+        at = self.axes.index(axis)
+        axes, sizes, links = ((*kept[:at], *kept[at + 1 :]) for kept in (self.axes, self.sizes, self.links))
+        flattened = tuple(
+            (tuple(place - (place > at) for place in places), link) for places, link in self.flattened if at not in places
+        )
+        return replace(self, axes=axes, sizes=sizes, links=links, flattened=flattened)
+
+    def ranks_over(self, axis: int) -> int:
+        """How many devices a group over an axis has, of the mesh or flattened (`autopar.ir.layout.numbered_axes`)."""
+        return math.prod(self.sizes[place] for place in numbered_axes(len(self.sizes))[axis])
+
+    def link_over(self, axis: int) -> Link:
+        """What connects the devices over an axis, of the mesh or flattened. Raises MeshError if that is not known."""
+        if axis < len(self.links):
+            return self.links[axis]
+        axes = numbered_axes(len(self.sizes))[axis]
+        found = next((link for places, link in self.flattened if places == axes), None)
+        if found is None:
+            what = f"nothing is known of messages over {self.name_of(axes)} at once"
+            raise MeshError(what, mesh=self, fix="a plan made for this mesh")
+        return found
+
+    def name_of(self, axes: Sequence[int]) -> str:
+        """The name of an axis of the mesh, or of a flattened one, as torch names it.
+
+        >>> Mesh.of({"node": 2, "gpu": 4}).name_of((0, 1))
+        'node_gpu'
+        """
+        return "_".join(self.axes[axis] for axis in axes)
+
+    def axes_named(self, name: str) -> tuple[int, ...]:
+        """The places of the axis of this name, or of those that a flattened one is made of; empty if there is none.
+
+        >>> Mesh.of({"node": 2, "gpu": 4}).axes_named("node_gpu")
+        (0, 1)
+        """
+        if name in self.axes:
+            return (self.axes.index(name),)
+        for start in range(len(self.axes)):
+            for stop in range(start + 2, len(self.axes) + 1):
+                found = self.name_of(range(start, stop))
+                if found == name:
+                    return tuple(range(start, stop))
+                if not name.startswith(found):
+                    break
+        return ()
 
     def with_memories(self, link: Link | None) -> Mesh:
         """The mesh with an axis of memories, which are joined by the link, as its last."""
@@ -280,6 +344,7 @@ class Mesh:
             axes=tuple("_".join(self.axes[part]) for part in parts),
             sizes=tuple(math.prod(self.sizes[part]) for part in parts),
             device=self.device,
+            ascending=self.ascending,
         )
 
     def merges(self, mesh: Mesh) -> bool:
@@ -312,6 +377,7 @@ class Mesh:
             sizes=(*(parts, size // parts)[:kept], *sizes),
             links=(*(self.links[0], self.links[0])[:kept], *self.links[1:]) if self.links else (),
             device=self.device,
+            ascending=self.ascending,
         )
 
     @property
@@ -322,7 +388,8 @@ class Mesh:
             return self
         split = self.axes[1:2] == (axis,)
         first = self.sizes[0] * (self.sizes[1] if split else 1)
-        return Mesh(axes=(axis, *self.axes[1 + split :]), sizes=(first, *self.sizes[1 + split :]), device=self.device)
+        axes, sizes = (axis, *self.axes[1 + split :]), (first, *self.sizes[1 + split :])
+        return Mesh(axes=axes, sizes=sizes, device=self.device, ascending=self.ascending)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Where a rank stands: one coordinate per axis, row-major."""

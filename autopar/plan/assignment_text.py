@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 
 from autopar.analysis.recomputability import recomputable
 from autopar.errors import AutoparError, LayoutError, PlanError
-from autopar.ir.conversion import WAYS, Conversion
+from autopar.ir.conversion import Conversion
 from autopar.ir.layout import AWAY, I, Layout, parse, text
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.ir.training_step import TrainingStep
@@ -216,11 +216,9 @@ class _Reader:
         shape = self.program.values[name].shape
         for line in lines:
             source, target = (self.layout(name, shape, part) for part in line.split(" -> "))
-            changed = [axis for axis, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
-            ends = [layout[axis] for axis in changed for layout in (source, target)]
-            if len(changed) != 1 or any(state.own for state in ends) or tuple(state.kind for state in ends) not in WAYS:
-                raise ValueError(f"routes[{name!r}]: {line!r} is not a conversion on one axis")
-            step = Conversion(axis=changed[0], source=source, target=target)
+            step = Conversion.between(source, target, self.plan.sizes)
+            if step is None:
+                raise ValueError(f"routes[{name!r}]: {line!r} is not a conversion on one axis, or on several at once")
             if not step.possible(shape, self.plan.sizes):
                 raise ValueError(f"routes[{name!r}]: no collective makes {line!r} of a shape of {list(shape)}")
             yield step

@@ -37,7 +37,7 @@ def _wrong(plan: Plan) -> Iterator[str]:
     if "strategy" not in plan.options:
         yield 'options has no entry "strategy"'
     for place, sent in enumerate(plan.collectives):
-        if sent.kind not in COLLECTIVE or sent.axis not in axes or sent.bytes < 0 or sent.seconds < 0:
+        if sent.kind not in COLLECTIVE or not plan.mesh.axes_named(sent.axis) or sent.bytes < 0 or sent.seconds < 0:
             yield f"collectives.{place} is not a collective over an axis of the mesh"
     of = [figure.of for figure in found.cost_parameters]
     if (of.count(BUDGET), of.count(OPTIMIZER)) != (1, 1) or any(figure.unit not in UNITS for figure in found.cost_parameters):
@@ -61,12 +61,14 @@ def _wrong(plan: Plan) -> Iterator[str]:
         yield from _wrong_stages(plan)
     for name, steps in plan.routes.items():
         yield from (
-            f"routes.{name}: {step!r} is not a conversion on one axis" for step in steps if not _conversion(step, len(axes))
+            f"routes.{name}: {step!r} is not a conversion on one axis, or on several at once"
+            for step in steps
+            if not _conversion(step, len(axes))
         )
 
 
 def _conversion(step: str, axes: int) -> bool:
-    """Whether a text may be that of a conversion on one axis; those of others may differ too, in the order of splits."""
+    """Whether a text may be that of a conversion; entries of other axes may differ too, in the order of splits."""
     sides = [[entry.strip() for entry in side.split(",")] for side in step.split(" -> ")]
     if [len(side) for side in sides] != [axes, axes]:
         return False

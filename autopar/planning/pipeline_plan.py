@@ -68,7 +68,7 @@ class SlowerStagesError(SlowerError):
 
 
 def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner, below: Seconds = math.inf) -> StagedStep:
-    """The step of these stages.
+    """The step of these stages; where they hold too much, of those whose messages go over one axis each, which hold less.
 
     Raises BudgetError where one of them, or a rank with all of its own, does not fit, and SlowerStagesError as soon as those
     that are planned say that the step takes `below` seconds or longer; TimeLimitError between two stages at the deadline, where
@@ -83,6 +83,8 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
             made = _timed(steps, mesh, axis, cut, tuple(_faster(stages, cut, planner, below, alone)))
         except StageBudgetError as error:
             refused = error
+            if planner.mesh.flattened:
+                return staged(steps, mesh, axis, cut, planner.over_single_axes(), below)
             if error.never or error.stage in floors or len(cut.starts) == len(cut.schedule.ranks):
                 break
             floors[error.stage] = error.least
@@ -94,6 +96,8 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
                 memory = rank_memory(one, planner)
                 if max(memory) <= planner.limit:
                     return replace(one, memory=memory)
+            if planner.mesh.flattened:
+                return staged(steps, mesh, axis, cut, planner.over_single_axes(), below)
             refused, rooms = _too_full(one, memory, planner.limit), _rooms(one, memory, planner.limit, rooms)
             full += 1
     assert refused is not None, "a round that ends refuses its plan"

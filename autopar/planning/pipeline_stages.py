@@ -92,11 +92,7 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
     """
     if axis not in mesh.axes:
         raise MeshError(f"the mesh has no axis {axis!r} for the pipeline", mesh=mesh, fix=f"one of {', '.join(mesh.axes)}")
-    at = mesh.axes.index(axis)
-    if len(mesh.axes) == 1:
-        return Mesh(axes=mesh.axes, sizes=(1,), links=mesh.links, device=mesh.device)
-    axes, sizes, links = ((*kept[:at], *kept[at + 1 :]) for kept in (mesh.axes, mesh.sizes, mesh.links))
-    return Mesh(axes=axes, sizes=sizes, links=links, device=mesh.device)
+    return mesh.without(axis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

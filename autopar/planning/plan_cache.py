@@ -48,7 +48,7 @@ def fingerprint(program: Program, meshes: Sequence[Mesh], options: Options) -> s
     """What a plan depends on, in 32 digits: the program's hash, meshes with devices and links, options, the version."""
     named = {one.name: getattr(options, one.name) for one in fields(Options) if one.name != "cost_model"}
     asked = sorted((named | {"optimizer": options.stepped}).items())  # what it costs: a function's text is its address
-    devices = [(mesh.axes, mesh.sizes, mesh.links, mesh.device) for mesh in meshes]
+    devices = [(mesh.axes, mesh.sizes, mesh.links, mesh.device, mesh.flattened) for mesh in meshes]
     key = repr((version("autopar"), VERSION, program.hash, devices, asked))
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 

@@ -128,6 +128,7 @@ class StagePlanner:
         self._written: dict[Optimized, Plan] = {}  # the first plan that was written of a solution
         self._uncut: dict[tuple[str, int], UncutPlan] = {}  # by the step, and by what it is to repeat
         self._sent: Mapping[str, str] = {}
+        self._single: list[StagePlanner] = []  # the one of `over_single_axes`, once there is one
 
     @property
     def limit(self) -> Bytes:
@@ -156,6 +157,15 @@ class StagePlanner:
         """The planner that has these values made in these layouts, and knows what this one does."""
         found = copy.copy(self)
         found._sent = layouts
+        return found
+
+    def over_single_axes(self) -> StagePlanner:
+        """The planner whose messages go over one axis each, which shares what is known of such stages."""
+        mesh = replace(self.mesh, flattened=())
+        known = self._single or [StagePlanner(mesh, self.link, self.options, self.settings, waiting=self.waiting)]
+        self._single[:] = known
+        found = copy.copy(known[0])
+        found.options, found._sent = self.options, self._sent
         return found
 
     def alone(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:

@@ -360,7 +360,7 @@ assert {pair: tuple(f.__name__.split("__")) for pair, f in FUNCTIONS.items()} ==
 
 def split_position(conversion: Conversion, shape: tuple[int, ...], sizes: tuple[int, ...]) -> SplitPosition:
     """Where a conversion of a tensor of this global shape cuts and concatenates the local tensor."""
-    source, target = conversion.source[conversion.axis], conversion.target[conversion.axis]
+    source, target = (layout[conversion.axes[0]] for layout in (conversion.source, conversion.target))
     left = conversion.place(source, conversion.source, shape, sizes) if source.kind == "S" else None
     right = conversion.place(target, conversion.target, shape, sizes) if target.kind == "S" else None
     return SplitPosition(*left, *right) if left and right else SplitPosition(*(left or right or ()))
@@ -370,7 +370,7 @@ def conversion_call(
     conversion: Conversion, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[Callable[..., torch.Tensor], tuple[int, ...]]:
     """The function that performs a conversion of a tensor of this global shape, and its arguments after `(x, axis)`."""
-    kinds = conversion.source[conversion.axis].kind, conversion.target[conversion.axis].kind
+    kinds = conversion.kinds
     dim, blocks, to_dim, to_blocks = split_position(conversion, shape, sizes)
     if kinds == ("S", "S"):
         return FUNCTIONS[kinds], (dim, to_dim) if blocks == to_blocks == 1 else (dim, to_dim, blocks, to_blocks)

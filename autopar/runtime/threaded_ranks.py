@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -25,7 +26,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from autopar.ir.mesh import Mesh
 from autopar.runtime.parallel_ops import PARALLEL_OPS
-from autopar.runtime.world import Axis, Context
+from autopar.runtime.world import Axis, Context, FlattenedAxes
 
 T = TypeVar("T")
 PATIENCE = timedelta(seconds=20)  # until a collective fails because a rank has stopped
@@ -85,24 +86,31 @@ class ThreadedRanks:
         store, name = HashStore(), f"threaded_ranks_{next(_NUMBERS)}"
         self._groups[mesh] = groups = []
 
+        def group(here: tuple[int, ...], places: tuple[int, ...]) -> str:
+            """Join the ranks that differ from this one in these places only; returns the name of this thread's group."""
+            sizes, index = [mesh.sizes[place] for place in places], [here[place] for place in places]
+            others = ".".join("*" if place in places else str(at) for place, at in enumerate(here))
+            rank, size = int(np.ravel_multi_index(index, sizes)), math.prod(sizes)
+            if size == 1:
+                return ""
+            made = _joined(PrefixStore(others, store), f"{name}.{others}.{rank}", rank, size)
+            groups.append(made)
+            return str(made.group_name)
+
         def joined(rank: int) -> Context:
             here = tuple(map(int, np.unravel_index(rank, mesh.sizes)))
-            axes = []
-            for place, (axis, size, index) in enumerate(zip(mesh.axes, mesh.sizes, here, strict=True)):
-                others = ".".join("*" if other == place else str(at) for other, at in enumerate(here))
-                own = Axis(name=axis, size=size, index=index, group=f"{name}.{others}.{index}" if size > 1 else "")
-                if size > 1:
-                    group = _joined(PrefixStore(others, store), own)
-                    groups.append(group)
-                    _register_process_group(GroupName(own.group), group)
-                axes.append(own)
-            return Context(mesh=mesh, device_mesh=None, axes=tuple(axes), device=torch.device("cpu"))
+            axes = tuple(
+                Axis(name=axis, size=size, index=index, group=group(here, (place,)))
+                for place, (axis, size, index) in enumerate(zip(mesh.axes, mesh.sizes, here, strict=True))
+            )
+            over = FlattenedAxes(mesh.name_of, axes, functools.partial(group, here))
+            return Context(mesh=mesh, device_mesh=None, axes=axes, over=over, device=torch.device("cpu"))
 
         self._meshes[mesh] = list(threads.map(joined, range(mesh.size)))
 
     def _forget(self, mesh: Mesh, *, abort: bool = False) -> None:
         for context in self._meshes.pop(mesh):
-            for axis in context.axes:
+            for axis in context.known_axes:
                 if axis.group:
                     _unregister_process_group(GroupName(axis.group))
         for group in self._groups.pop(mesh):
@@ -116,13 +124,14 @@ def _device() -> object:
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def _joined(store: Store, axis: Axis) -> dist.ProcessGroup:
-    """A process group of this thread's own."""
-    group = dist.ProcessGroup(store, axis.index, axis.size)
+def _joined(store: Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
+    """A process group of this thread's own, known by its name."""
+    group = dist.ProcessGroup(store, rank, size)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [_device()], PATIENCE
-    gloo = dist.ProcessGroupGloo(store, axis.index, axis.size, options)
+    gloo = dist.ProcessGroupGloo(store, rank, size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._set_group_name(GroupName(axis.group))
+    group._set_group_name(GroupName(name))
+    _register_process_group(GroupName(name), group)
     return group

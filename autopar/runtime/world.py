@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +34,34 @@ class Axis:
         return f"{self.name}[{self.index} of {self.size}]"
 
 
+class FlattenedAxes:
+    """Several axes as one: the process group of its ranks is made when code is first emitted over it, which all of them do.
+
+    Args:
+        name_of: the name of some axes as one.
+        axes: those of the mesh.
+        group: makes the process group of the ranks that differ in axes at these places of the mesh only; returns its name.
+    """
+
+    def __init__(
+        self, name_of: Callable[[Sequence[int]], str], axes: Sequence[Axis], group: Callable[[tuple[int, ...]], str]
+    ) -> None:
+        self._name_of, self._axes, self._group = name_of, tuple(axes), group
+        self.made: dict[tuple[int, ...], Axis] = {}
+
+    def __call__(self, places: tuple[int, ...]) -> Axis:
+        """The axis that several make, or the one itself; ranks in it are in the mesh's order."""
+        if len(places) == 1:
+            return self._axes[places[0]]
+        if places not in self.made:
+            index = 0
+            for axis in (self._axes[place] for place in places):
+                index = index * axis.size + axis.index
+            size = math.prod(self._axes[place].size for place in places)
+            self.made[places] = Axis(name=self._name_of(places), size=size, index=index, group=self._group(places))
+        return self.made[places]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """A mesh over the running processes. A mesh of one device needs no process groups and has no `device_mesh`."""
@@ -39,12 +70,18 @@ class Context:
     device_mesh: DeviceMesh | None
     axes: tuple[Axis, ...]  # in mesh order
     device: torch.device  # of this rank
+    over: FlattenedAxes  # several of them as one, as code is emitted
     control: dist.ProcessGroup | None = None  # of all ranks, on the host: what they agree on beside the model's messages
     disk: str = ""  # the folder for weights on the disk; empty for that of temporary files
 
     def axis(self, name: str) -> Axis:
         """The mesh axis of this name."""
         return self.axes[self.mesh.axes.index(name)]
+
+    @property
+    def known_axes(self) -> tuple[Axis, ...]:
+        """The mesh's axes, and the flattened ones over which code was emitted."""
+        return (*self.axes, *self.over.made.values())
 
     def __deepcopy__(self, memo: dict[int, object]) -> Context:
         """Return this object itself: a copied module runs in the same processes."""
@@ -73,7 +110,7 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
     kind = device_mesh.device_type if device_mesh else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.size == 1 and device_mesh is None:
         axes = tuple(Axis(name=name, size=1, index=0, group="") for name in mesh.axes)
-        return Context(mesh=mesh, device_mesh=None, axes=axes, device=torch.device(kind))
+        return without_processes(mesh, axes, torch.device(kind))
     _check_world(mesh)
     here = torch.device(kind)
     if kind == "cuda":
@@ -86,7 +123,28 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         grid = DeviceMesh(kind, grid.mesh.reshape(mesh.sizes), mesh_dim_names=mesh.axes)
     axes = tuple(_axis(mesh, grid, place) for place in range(len(mesh.sizes)))
     listen()
-    return Context(mesh=mesh, device_mesh=grid, axes=axes, device=here, control=dist.new_group(backend="gloo"))
+    over = FlattenedAxes(mesh.name_of, axes, functools.partial(_flattened_group, grid))
+    return Context(mesh=mesh, device_mesh=grid, axes=axes, over=over, device=here, control=dist.new_group(backend="gloo"))
+
+
+def without_processes(mesh: Mesh, axes: tuple[Axis, ...], device: torch.device) -> Context:
+    """The context of a rank whose process groups do not exist, but for the names that its axes have."""
+    return Context(mesh=mesh, device_mesh=None, axes=axes, over=FlattenedAxes(mesh.name_of, axes, mesh.name_of), device=device)
+
+
+def _flattened_group(grid: DeviceMesh, places: tuple[int, ...]) -> str:
+    """A process group of the ranks that differ from this one in these places of the mesh only; they make it together.
+
+    Raises MeshError if they do not ascend in the mesh's order: a process group's do.
+    """
+    here = grid.get_coordinate()
+    assert here is not None, "this rank is in the mesh"
+    ranks = grid.mesh[tuple(slice(None) if place in places else at for place, at in enumerate(here))].flatten().tolist()
+    if ranks != sorted(ranks):
+        what = f"the plan sends messages over several axes at once, and the ranks {ranks} there do not ascend"
+        raise MeshError(what, fix="a plan made for this mesh, or ranks in ascending order")
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    return str(group.group_name)
 
 
 def _axis(mesh: Mesh, grid: DeviceMesh, place: int) -> Axis:

@@ -29,6 +29,7 @@ TOGETHER = (frozenset({"all_gather", *TO_DEVICE}), frozenset({"all_reduce", "red
 class Bucket:
     """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
 
+    The axis is one of the mesh or a flattened one.
     A bucket begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
     alone travel: micro-batches add them up first.
     """
@@ -91,7 +92,7 @@ def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:
 
 
 def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
-    """The axis of a step where gradients only travel, one axis after the other; else what follows, by the steps before it.
+    """The first axis of a step where gradients only travel, in the order of axes; else what follows, by the steps before it.
 
     So weights meet on an axis, though one of them skips the axes before.
     """
@@ -99,8 +100,8 @@ def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
     while before is not None:
         chain.append(before)
         before = _before(route, before.source)
-    if not any(map(moves, chain)) and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(chain)):
-        return step.axis
+    if not any(map(moves, chain)) and all(later.axes[0] > sooner.axes[-1] for later, sooner in itertools.pairwise(chain)):
+        return step.axes[0]
     return len(step.source) + len(chain)
 
 

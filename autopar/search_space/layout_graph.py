@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.analysis.block_counts import Blocks
-from autopar.ir.conversion import FETCHES, WAYS, scattered
-from autopar.ir.layout import I, Layout, P, R, State, away, local_shape, split, valid
+from autopar.ir.conversion import FETCHES, FLATTENED, WAYS, flattens, scattered
+from autopar.ir.layout import I, Layout, P, R, State, away, local_shape, numbered_axes, split, valid
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class LayoutGraph:
-    """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis.
+    """The layout graph of all values of one shape: nodes are layouts, arcs change the state of one axis, or of a flattened one.
 
-    `source`, `target`, `axis` hold one entry per arc, `scattered` two, of whether parts lie apart before and after it
-    (`conversion.scattered`); `elements` is the local size of each node on the device.
+    `source`, `target` and `axis` (by `numbered_axes`) hold one entry per arc; `scattered` two, of whether parts lie apart
+    before and after it (`conversion.scattered`); `elements` is the local size of each node on the device.
     """
 
     nodes: tuple[Layout, ...]
@@ -100,19 +100,25 @@ def _nested_tightly(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
 
 @functools.lru_cache(maxsize=4096)
 def layout_graph(
-    shape: tuple[int, ...], sizes: tuple[int, ...], allowed: tuple[tuple[State, ...], ...], blocks: Blocks
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    allowed: tuple[tuple[State, ...], ...],
+    blocks: Blocks,
+    flattened: tuple[tuple[int, ...], ...] = (),
 ) -> LayoutGraph:
-    """The layout graph over the given states per axis."""
+    """The layout graph over the given states per axis, with arcs over these flattened axes, too."""
     nodes = tuple(
         layout
         for layout in itertools.product(*allowed)
         if placeable(layout, shape, sizes, blocks) and not (away(layout) and {R, P} & set(layout))
     )
     index = {layout: i for i, layout in enumerate(nodes)}
-    arcs = np.array([arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)], dtype=np.int64)
-    source, target, axis, pair = arcs.reshape(-1, 4).T
+    found = [arc for i, layout in enumerate(nodes) for arc in _arcs(i, layout, index, allowed, sizes)]
+    found += [arc for i, layout in enumerate(nodes) for arc in _flattened_arcs(i, layout, index, flattened, sizes)]
+    source, target, axis, pair = np.array(found, dtype=np.int64).reshape(-1, 4).T
     sizes_of = np.array([0 if away(layout) else np.prod(local_shape(shape, layout, sizes), dtype=np.int64) for layout in nodes])
-    apart = np.array([[scattered(layout, a, shape, sizes) for a in range(len(sizes))] for layout in nodes], dtype=np.bool_)
+    first = [axes[0] for axes in numbered_axes(len(sizes))]
+    apart = np.array([[scattered(layout, a, shape, sizes) for a in first] for layout in nodes], dtype=np.bool_)
     ends = np.stack([apart[source, axis], apart[target, axis]], axis=1)
     return LayoutGraph(
         nodes=nodes, index=index, elements=sizes_of, source=source, target=target, axis=axis, pair=pair, scattered=ends
@@ -133,6 +139,16 @@ def _arcs(
             there = index.get((*layout[:axis], other, *layout[axis + 1 :]))
             if there is not None:
                 yield i, there, axis, pair
+
+
+def _flattened_arcs(
+    i: int, layout: Layout, index: dict[Layout, int], flattened: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, int, int, int]]:
+    for axes in flattened:
+        for kinds in FLATTENED:
+            target = tuple(State(kinds[1]) if axis in axes else state for axis, state in enumerate(layout))
+            if layout[axes[0]].kind == kinds[0] and target in index and flattens(layout, target, axes, sizes):
+                yield i, index[target], numbered_axes(len(sizes)).index(axes), PAIRS[kinds]
 
 
 def _apart(state: State, other: State, size: int) -> bool:

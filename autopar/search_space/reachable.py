@@ -21,7 +21,7 @@ import numpy.typing as npt
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.repeated_blocks import ValueClass
 from autopar.ir.conversion import FETCHES, WAYS
-from autopar.ir.layout import I, Layout
+from autopar.ir.layout import I, Layout, numbered_axes
 from autopar.ir.program import Value
 from autopar.search_space.candidates import Candidate
 from autopar.search_space.layout_graph import LayoutGraph, Mask, layout_graph
@@ -69,13 +69,19 @@ class Conversions:
 
 
 def reachable(
-    analysis: Analysis, lists: Mapping[str, list[Candidate]], constraints: StrategyConstraints
+    analysis: Analysis,
+    lists: Mapping[str, list[Candidate]],
+    constraints: StrategyConstraints,
+    flattened: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[Mapping[str, list[Candidate]], list[Conversions]]:
-    """The candidates of each class, and the conversions of each class of values, that some plan can use.
+    """The candidates of each class, and the conversions of each class of values, that some plan can use; those of weights over
+    `flattened` axes, too.
 
     Everything where no plan is possible: the solver finds that out.
     """
-    spaces = [_conversions(analysis, values, lists, constraints) for values in analysis.classes.values if values.consumers]
+    spaces = [
+        _conversions(analysis, values, lists, constraints, flattened) for values in analysis.classes.values if values.consumers
+    ]
     kept = _propagated({name: np.ones(len(found), dtype=np.bool_) for name, found in lists.items()}, spaces)
     if not all(mask.any() for mask in kept.values()):
         return lists, spaces
@@ -112,7 +118,11 @@ def _reached(nodes: int, start: Nodes, source: Nodes, target: Nodes) -> Mask:
 
 
 def _conversions(
-    analysis: Analysis, values: ValueClass, lists: Mapping[str, list[Candidate]], constraints: StrategyConstraints
+    analysis: Analysis,
+    values: ValueClass,
+    lists: Mapping[str, list[Candidate]],
+    constraints: StrategyConstraints,
+    flattened: tuple[tuple[int, ...], ...],
 ) -> Conversions:
     """The conversions that a plan may use of a class of values."""
     value, sizes = analysis.program.values[values.example], analysis.sizes
@@ -121,7 +131,8 @@ def _conversions(
     states = tuple(
         tuple(sorted({layout[axis] for layouts in (made, *wanted) for layout in layouts})) for axis in range(len(sizes))
     )
-    graph = layout_graph(value.shape, sizes, states, analysis.blocks[value.name])
+    over = flattened if value.name in analysis.bucketed else ()
+    graph = layout_graph(value.shape, sizes, states, analysis.blocks[value.name], over)
     allowed = _allowed(analysis, value, graph, made, itertools.chain(*wanted), constraints)
     return Conversions(
         values=values,
@@ -144,15 +155,20 @@ def _allowed(
     A weight does not become I on its way to R on an axis, which would put off the sum of its gradient: it is I only where it is
     used so, and left for R only where it may be stored so.
     """
+    numbered = numbered_axes(len(analysis.sizes))
     allowed = np.full(len(graph.source), value.name not in analysis.written)  # what is written in place is used as it is stored
     if value.name in analysis.bucketed and value.requires_grad:
-        stored, used = (np.array([I in on_axis for on_axis in zip(*layouts, strict=True)]) for layouts in (made, wanted))
+        stored, used = (
+            np.array([all(any(layout[axis] == I for layout in found) for axis in axes) for axes in numbered])
+            for found in map(list, (made, wanted))
+        )
         used &= analysis.step.microbatches == 1  # else what is I is so because it is stored so: see `added_up`
         allowed &= used[graph.axis] | ~TO_INVARIANT[graph.pair]
         allowed &= stored[graph.axis] | (graph.pair != SUMMED)
     if constraints.weights:
         axes = range(len(analysis.sizes))
         ways = np.array([[constraints.allows_conversion(value.name, axis, *pair) for pair in WAYS] for axis in axes])
+        ways = np.array([ways[list(over)].all(axis=0) for over in numbered])
         allowed &= ways[graph.axis, graph.pair]
     return allowed
 

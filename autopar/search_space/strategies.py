@@ -1,8 +1,9 @@
 """Named strategies and constraints: what they ask of stored parameters, inputs and results. The solver fills the rest.
 
 ddp        parameters I, inputs S(0)
-zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0). The
-           outermost axis is gathered first: what crosses the network is a shard, not a whole weight
+zero1      every parameter S on its first dim that divides, gathered at the top, once for all micro-batches; inputs S(0). All
+           axes are gathered at once, where a group of all their devices is known, else the outermost first: what crosses the
+           network is a shard, not a whole weight
 zero2      the same, gathered where it is first used in each
 fsdp       the same, gathered once more for the backward, but for those that it begins with (`analysis.dropped_weights`)
 hsdp       fsdp on all axes but the first, over which parameters are I
@@ -168,15 +169,16 @@ def _stored(
 
 
 def _first_dim(shape: tuple[int, ...], mesh: Mesh, axes: range) -> Layout:
-    """A shape split over some axes on its first dim that divides, the first axis innermost; whole if none does.
+    """A shape split over some axes on its first dim that divides; whole if none does.
 
-    Only the innermost axis of a dim can be gathered, so the first axis is: between nodes each device gathers one shard, and
-    the axes inside a node make it whole.
+    In the mesh's order where one message goes over all of them. Else the first axis is innermost, for only that one of a
+    dim can be gathered by itself: between nodes each device gathers one shard, and the axes inside a node make it whole.
     """
+    together = any(places == tuple(axes) for places, _ in mesh.flattened)
     parts = math.prod(mesh.sizes[axis] for axis in axes)
     for dim, size in enumerate(shape):
         if axes and size % parts == 0 and size:
-            return _nested(dim, size, mesh, reversed(axes))
+            return _nested(dim, size, mesh, axes if together else reversed(axes))
     return (I,) * len(mesh.sizes)
 
 

@@ -33,7 +33,10 @@ def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> Simul
         if kind not in peaks:
             peaks[kind] = _at_peak(op, analysis.program, device)
     at_peak = sum(peaks[analysis.classes.of[op.name]] for op in analysis.program.ops)
-    loads = [(axis, sum(s.transfer.seconds for s in timeline.sent if s.transfer.channel == axis)) for axis in mesh.axes]
+    loads = [
+        (axis, sum(sent.transfer.seconds for sent in timeline.sent if place in sent.transfer.axes))
+        for place, axis in enumerate(mesh.axes)
+    ]
     samples, tokens = _batch(analysis)
     return SimulatedStep(
         seconds=timeline.seconds,

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.formulation.step_time import StepEvent, StepPrices, step_events
+from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import Seconds
 from autopar.memory.liveness import Liveness
 from autopar.memory.prefetch import Node
@@ -99,11 +100,12 @@ class _Placement:
             yield _Action(start=start, stop=start, what=what)
         else:
             start, stop = self._span(event)
-            sent = event.message
-            name, channel = f"{sent.kind} {event.name}", self.prices.prices.mesh.axes[sent.axis]
+            sent, mesh = event.message, self.prices.prices.mesh
+            axes = numbered_axes(len(mesh.sizes))[sent.axis]
             transfer = Transfer(
-                name=name, kind=sent.kind, channel=channel, bytes=sent.bytes, seconds=sent.seconds, message=sent
-            )
+                name=f"{sent.kind} {event.name}", kind=sent.kind, channel=mesh.name_of(axes), axes=axes, bytes=sent.bytes,
+                seconds=sent.seconds, message=sent,
+            )  # fmt: skip
             for _ in range(round(count)):
                 yield _Action(start=start, stop=start if awaited else stop, what=transfer)
 

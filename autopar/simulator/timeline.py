@@ -1,11 +1,13 @@
 """Discrete-event simulation of one computing stream and the messages that it issues and awaits.
 
 Computing runs in program order. A message is issued where the program says so and put at the end of its channel (the
-communicator of a mesh axis, the copies to and from the host), which sends one message at a time. The program goes on beside it
-until it awaits the message. What runs at the same time shares the device:
+communicator of a mesh axis or of several, the copies to and from the host), which sends one message at a time. The program goes
+on beside it until it awaits the message. What runs at the same time shares the device:
 
     a message in flight takes `interference` (beta) of the device, computing what is left of it;
-    messages that would take more than all of it are slowed alike.
+    messages that would take more than all of it are slowed alike;
+    messages of different channels over one axis, which one over several axes at once is on each of them, share it: of k there
+    each goes at 1/k of its rate, and takes so much less of the device.
 
 So computing beside k messages runs at the rate max(0, 1 - k beta), and a region that computes C seconds beside one message of M
 seconds takes max(C + beta M, M) (the rows of the integer program). At beta = 1 every step takes the sum of all that it computes
@@ -16,7 +18,7 @@ the sum.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,12 +30,13 @@ from autopar.ir.mesh import Bytes, Seconds
 class Transfer:
     """A message on a channel: it takes `seconds` where nothing else is in flight; `bytes` is its larger buffer on one rank.
 
-    `message` is the collective that it stands for.
+    `message` is the collective that it stands for, `axes` are those of the mesh that it goes over.
     """
 
     name: str
     kind: str
     channel: str
+    axes: tuple[int, ...] = ()
     bytes: Bytes
     seconds: Seconds
     message: Message | None = None
@@ -177,7 +180,7 @@ class _Run:
         """Compute to the end, at the rate that the messages in flight leave."""
         begun, left = self.now, what.seconds
         while left > 0:
-            rate = max(0.0, 1 - self.beta * len(self.channels))
+            rate = max(0.0, 1 - self.beta * sum(self._rates().values()))
             needed = left / rate if rate > 0 else math.inf
             passed = self._pass(needed)
             left = 0.0 if passed == needed else left - rate * passed
@@ -205,16 +208,22 @@ class _Run:
 
     def _pass(self, most: Seconds) -> Seconds:
         """Let the time pass until a message is complete, or for `most` seconds; returns how long that was."""
-        flying = [queue[0] for queue in self.channels.values()]
-        speed = 1 / max(1.0, self.beta * len(flying))
-        passed = min(most, *(self.left[one] / speed for one in flying)) if flying else most
-        complete = [one for one in flying if self.left[one] / speed <= passed]
+        flying = self._rates()
+        device = max(1.0, self.beta * sum(flying.values()))
+        passed = min(most, *(self.left[one] * device / rate for one, rate in flying.items())) if flying else most
+        complete = [one for one, rate in flying.items() if self.left[one] * device / rate <= passed]
         self.now += passed
-        for one in flying:
-            self.left[one] -= speed * passed
+        for one, rate in flying.items():
+            self.left[one] -= passed * rate / device
         for one in complete:
             self._complete(one)
         return passed
+
+    def _rates(self) -> dict[Issue, float]:
+        """What is in flight, each with the part of its axes that it has."""
+        flying = [queue[0] for queue in self.channels.values()]
+        crowd = Counter(axis for one in flying for axis in one.transfer.axes)
+        return {one: 1 / max((crowd[axis] for axis in one.transfer.axes), default=1) for one in flying}
 
     def _complete(self, what: Issue) -> None:
         channel = what.transfer.channel

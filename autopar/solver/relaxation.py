@@ -150,8 +150,11 @@ class Relaxation:
         raise SolverError(f"the relaxation was not solved: {meaning}")
 
     def _started(self, cutoff: float, limit: int | None, *, improving: bool) -> Meaning:
-        """Solve from the last basis, or presolved where that is so far away that some iterations do not suffice."""
+        """Solve from the last basis, or presolved where that is so far away that some iterations do not suffice; unless
+        presolving says that there is no solution, which from such a basis takes minutes."""
         near, self._near = self._near, True
+        if not near and highs.plainly_infeasible(self._highs):
+            return Meaning.INFEASIBLE
         soon = self.settings.warm_iterations
         cold = not near and (limit is None or limit > soon)
         for most in (soon, limit) if cold else (limit,):

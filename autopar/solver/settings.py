@@ -144,6 +144,14 @@ class SearchSettings:
     proposal_gain: float = 2e-4
     """Of the simulated step: the least by which a proposal must be faster than the plan of least price (not varied)."""
 
+    flattened_gap: float = 5e-3
+    """By how much longer than its price a simulated step with messages over several axes at once must be, relative, for the
+    best with messages over one axis each to be proposed: Llama-3 70B on (16, 8), at 0.8%, is 2.0% slower without (overlap)."""
+
+    simulated_gain: float = 3.5e-2
+    """How much shorter than its price the simulated step of such a proposal may be, relative: at most 3.2% in the cases of
+    `benchmarks/overlap.py`. Where all prices are above the best simulated step by more, none is made: in three of four."""
+
     # windows of reduced costs
 
     core_windows: tuple[float, ...] = (0.0005, 0.0025, 0.01, 0.04, 0.16)

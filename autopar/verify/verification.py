@@ -232,7 +232,7 @@ def check(payload: _Payload) -> RankResult:
         module: ParallelModule = assembled_stages(payload.captured, payload.tensors, stages, context)
     else:
         module = assemble(payload.captured, payload.tensors, plan, context)
-    with recorded(context.axes) as log:
+    with recorded(context.known_axes) as log:
         found = results(module, program, payload.inputs, _loss(plan, program))
     expected = ((key, tensor) for key, tensor in payload.reference.items() if key in found)
     return {key: error(full_tensor(found[key]).detach(), tensor) for key, tensor in expected}, list(log)

@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
 from autopar.planning.planner import Planned, make_plan
-from autopar.runtime.world import Axis, Context
+from autopar.runtime.world import Axis, without_processes
 from tests.support.golden import Golden
 
 MESH = Mesh.of({"dp": 2, "tp": 4})
@@ -41,7 +41,7 @@ def planned(strategy: str = "megatron") -> Planned:
 def emitted(strategy: str = "megatron") -> fx.Graph:
     """The graph of rank 0, emitted without processes: the axes name groups that do not exist."""
     axes = tuple(Axis(name=name, size=size, index=0, group=name) for name, size in zip(MESH.axes, MESH.sizes, strict=True))
-    context = Context(mesh=MESH, device_mesh=None, axes=axes, device=torch.device("cpu"))
+    context = without_processes(MESH, axes, torch.device("cpu"))
     made = planned(strategy)
     analysis = analyse(made.resolved.step, MESH)
     return emit(analysis.step, resolve(made.plan, analysis.step, analysis.fits), dict(analysis.fits), context)
@@ -80,11 +80,11 @@ def test_a_gathered_weight_is_named_after_the_weight() -> None:
     found = re.search(r"transformer_h_0_mlp_c_fc_weight_gathered = (bucket_\d+)\[(\d+)\]", text)
     assert found
     bucket, index = found[1], int(found[2])
-    started = re.search(rf"{bucket}_pending = all_gather__reduce_scatter_start\(\s*\[(.*?)\], dp\)", text)
+    started = re.search(rf"{bucket}_pending = all_gather__reduce_scatter_start\(\s*\[(.*?)\], dp_tp\)", text)
     assert started
     assert started[1].strip().split(", ").index("transformer_h_0_mlp_c_fc_weight") == index
     waited = re.search(
-        rf"{bucket} = all_gather__reduce_scatter_wait\(\s*{bucket}_pending, dp, splits = (\[.*?\]), "
+        rf"{bucket} = all_gather__reduce_scatter_wait\(\s*{bucket}_pending, dp_tp, splits = (\[.*?\]), "
         r"rematerializer = rematerializer\)",
         text,
     )

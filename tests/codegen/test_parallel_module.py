@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed import checkpoint
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.errors import InputError
+from autopar.errors import InputError, MeshError
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from tests.support import models
@@ -194,6 +194,25 @@ def on_merged_axes(_: None) -> None:
 
 def test_axes_that_were_merged_run_on_the_mesh_that_was_given(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:on_merged_axes", ranks=4)
+
+
+def on_ranks_in_any_order(_: None) -> None:
+    model, x = odd()
+    expected = called(model.eval(), x)
+    for ranks, together in (([[0, 1], [2, 3]], True), ([[3, 1], [2, 0]], False)):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
+        parallel = parallel_of(model, x, mesh, strategy="fsdp")
+        assert parallel.autopar.plan is not None
+        assert ("a_b" in {sent.axis for sent in parallel.autopar.plan.collectives}) == together
+        torch.testing.assert_close(called(parallel, x), expected)
+    made = autopar.plan(model, x, {"a": 2, "b": 2}, device="h100", strategy="fsdp")
+    with pytest.raises(MeshError, match=r"ranks \[3, 1, 2, 0\] there do not ascend"):
+        parallel_of(model, x, DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("a", "b")), plan=made)
+
+
+def test_ranks_of_a_device_mesh_that_do_not_ascend_send_over_one_axis_each(pool: WorkerPool) -> None:
+    """A process group has its ranks in ascending order, whatever that of the mesh."""
+    pool.run(f"{__name__}:on_ranks_in_any_order", ranks=4)
 
 
 def seeded_by_rank(_: None) -> list[torch.Tensor]:

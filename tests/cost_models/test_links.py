@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import pytest
 
 from autopar.cost_models.catalog import DEVICES, cpu
 from autopar.cost_models.links import LINKS, connect, groups, merged
 from autopar.errors import MeshError
+from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import Device, Link, Mesh
 
 H100 = DEVICES["h100"]
@@ -57,34 +59,35 @@ def test_the_last_axis_is_innermost(sizes: tuple[int, ...], per_node: int, expec
 @pytest.mark.parametrize(
     ("sizes", "per_node", "expected"),
     [
-        ((2, 4), 8, [(1, 2), (1, 4)]),
-        ((2, 8), 8, [(2, 1), (1, 8)]),
+        ((2, 4), 8, [(1, 2), (1, 4), (1, 8)]),
+        ((2, 8), 8, [(2, 1), (1, 8), (2, 8)]),
         ((16,), 8, [(2, 8)]),
-        ((4, 4), 8, [(2, 2), (1, 4)]),  # four groups leave a node of eight at the same time: two cards each
-        ((2, 2, 4), 4, [(2, 1), (2, 1), (1, 4)]),
-        ((4, 3), 8, [(3, 1), (2, 1)]),  # groups of three straddle nodes of eight
-        ((1, 16), 8, [(1, 1), (2, 8)]),
+        ((4, 4), 8, [(2, 2), (1, 4), (2, 8)]),  # four groups leave a node of eight at the same time: two cards each
+        ((2, 2, 4), 4, [(2, 1), (2, 1), (1, 4), (4, 1), (4, 4), (2, 4)]),
+        ((4, 3), 8, [(3, 1), (2, 1), (2, 4)]),  # groups of three straddle nodes of eight
+        ((12,), 8, [(2, 4)]),
+        ((1, 16), 8, [(1, 1), (2, 8), (2, 8)]),
     ],
 )
 def test_groups_stand_on_so_many_nodes_with_so_many_ranks_on_each(
     sizes: tuple[int, ...], per_node: int, expected: list[tuple[int, int]]
 ) -> None:
     mesh = Mesh.of(sizes)
-    found = list(groups(mesh, per_node))
+    axes = numbered_axes(len(sizes))
+    found = list(groups(mesh, per_node, axes))
     assert [(group.nodes, group.local) for group in found] == expected
-    for axis, group in enumerate(found):
-        counted = [Counter(rank // per_node for rank in ranks).values() for ranks in _ranks(mesh, axis)]
+    for places, group in zip(axes, found, strict=True):
+        counted = [Counter(rank // per_node for rank in ranks).values() for ranks in _ranks(mesh, places)]
         assert group.nodes >= max(map(len, counted))
         assert group.local == min(min(count) for count in counted) or group.nodes == 1
 
 
-def _ranks(mesh: Mesh, axis: int) -> list[list[int]]:
-    """The ranks of every group of an axis, counted one by one."""
+def _ranks(mesh: Mesh, axes: Sequence[int]) -> list[list[int]]:
+    """The ranks of every group over some axes, counted one by one."""
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(mesh.size):
-        where = list(mesh.coordinates(rank))
-        where[axis] = 0
-        found[tuple(where)].append(rank)
+        where = mesh.coordinates(rank)
+        found[tuple(at for axis, at in enumerate(where) if axis not in axes)].append(rank)
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 
 import pytest
@@ -114,6 +115,26 @@ def test_a_flat_axis_over_nodes_is_priced_no_higher_than_its_two_axes(device: st
     """A ring of 128 takes 0.2 ms longer to start than two of 16 and 8, which 128 MiB of weights make up for."""
     for size in (128 * MIB, GIB):
         assert gathered((8 * nodes,), device, size) <= gathered((nodes, 8), device, size)
+
+
+@pytest.mark.parametrize("device", ["a100-40gb", "v100-32gb", "h100", "h200", "l4"])
+@pytest.mark.parametrize("sizes", [(2, 8), (2, 4), (4, 2, 8), (2, 2)])
+def test_axes_as_one_have_the_lines_of_the_flat_axis(device: str, sizes: tuple[int, ...]) -> None:
+    """Those that are published: of 2, 4, 8, 16 and more devices in one group."""
+    mesh, flat = connect(Mesh.of(sizes), DEVICES[device]), connect(Mesh.of(math.prod(sizes)), DEVICES[device])
+    assert dict(mesh.flattened)[tuple(range(len(sizes)))] == flat.links[0]
+
+
+def test_axes_whose_name_as_one_another_axis_has_are_not_flattened() -> None:
+    mesh = connect(Mesh.of({"a": 2, "b": 2, "a_b": 2}), H100)
+    assert [axes for axes, _ in mesh.flattened] == [(0, 1, 2), (1, 2)]
+
+
+def test_a_measured_device_has_axes_as_one_where_groups_of_so_many_were_measured() -> None:
+    two, four = (Link(name=f"of {size}", latency=1e-6, bandwidth=1e9, source="made up") for size in (2, 4))
+    measured = dataclasses.replace(H100, links={2: two, 4: four})
+    assert connect(Mesh.of((2, 2)), measured).flattened == (((0, 1), four),)
+    assert connect(Mesh.of((2, 4)), measured).flattened == ()
 
 
 def test_gathering_the_outer_axis_last_sends_eight_times_as_much_over_the_network() -> None:

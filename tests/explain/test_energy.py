@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -46,10 +47,16 @@ def test_what_is_sent_over_each_link_is_the_sum_over_its_collectives() -> None:
     found = plan((2, 8))
     use = energy_of(found)
     expected = {"nvlink4": 0.0, "ib-ndr": 0.0}
+    rings = {
+        "axis0": [[rank, rank + 8] for rank in range(8)], "axis1": [list(range(8)), list(range(8, 16))],
+        "axis0_axis1": [list(range(16))],
+    }  # fmt: skip
+    assert "axis0_axis1" in {one.axis for one in found.collectives}
     for one in found.collectives:
-        size = dict(zip(found.axes, found.sizes, strict=True))[one.axis]
-        rounds = 2 if one.kind == "all_reduce" else 1
-        expected[found.links[found.axes.index(one.axis)]] += rounds * (size - 1) / size * one.bytes * 16
+        for ring in rings[one.axis]:
+            sent = (2 if one.kind == "all_reduce" else 1) * (len(ring) - 1) / len(ring) * one.bytes
+            for rank, following in itertools.pairwise([*ring, ring[0]]):
+                expected["nvlink4" if rank // 8 == following // 8 else "ib-ndr"] += sent
     assert {link: count for link, (count, _) in use.moved.items() if link != "memory"} == {
         link: pytest.approx(count) for link, count in expected.items() if count
     }

@@ -142,7 +142,8 @@ def test_a_stage_within_a_budget_is_as_good_as_with_all_micro_batches_in_flight_
         flying = replace(stage.step, stage=replace(stage.step.stage, link=over.planner.link))
         direct = solved(analysed(flying, over.planner.mesh, stage.options), over.planner.mesh, stage.options)
         own, judged = (solution_time(one.memory_model, one.solution) for one in (stage.found, direct))
-        assert stage.found.solution.bound <= judged * (1 + 1e-9)
+        # Its bound is one of the micro-batches for which ranks wait, and is as far from its seconds for those that there are.
+        assert stage.found.solution.bound <= (1 + FLIGHTS_GAP) * judged
         if direct.solution.gap <= 0.01:
             assert own <= (1 + FLIGHTS_GAP) * judged
     flights = [(stage.found.formulated.analysis.step.flights, stage.step.flights) for stage in stages]

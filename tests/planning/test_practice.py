@@ -9,11 +9,16 @@ The last is dynamic axial parallelism (S. Cheng et al., "FastFold", 2022), which
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
 
 import autopar
+from autopar.cost_models.catalog import DEVICES
+from autopar.cost_models.collectives import seconds as collective_seconds
+from autopar.cost_models.links import connect
+from autopar.ir.mesh import Mesh
 from autopar.plan.plan import Plan
 from benchmarks.fidelity.models import Decoder
 from examples.science_models import Evoformer
@@ -41,18 +46,39 @@ def block(plan: Plan, axis: str, kind: str, where: str) -> list[int]:
 @pytest.mark.parametrize(("nodes", "sequences"), [pytest.param(1, 32, marks=pytest.mark.thorough), (16, 512)])
 def test_long_enough_batches_take_fsdp(nodes: int, sequences: int) -> None:
     plan = planned(nodes, sequences)
-    over = ["gpu"] if nodes == 1 else ["gpu", "node"]
+    over = ["gpu"] if nodes == 1 else ["node", "gpu"]
     for product in PRODUCTS:
         stored, made = plan.layouts[f"blocks.2.{product}.weight"], plan.layouts[f"blocks.2.{product}:linear#0"]
         assert stored.count("S") == made.count("S(0)") == len(over), "weights are sharded over all devices, and so is the batch"
-    assert {s.axis for s in plan.collectives} == set(over)
-    assert {s.kind for s in plan.collectives if "blocks.2." in s.value} == {"all_gather", "reduce_scatter"}
+    sent = {(s.axis, s.kind) for s in plan.collectives if "blocks.2." in s.value}
+    assert sent == {("_".join(over), kind) for kind in ("all_gather", "reduce_scatter")}, "over all devices at once"
 
 
 def test_weights_cross_the_network_as_shards() -> None:
+    """A block is gathered in one ring, of whose hops an eighth leaves a node: as much as of a gather of shards between nodes,
+    after which nodes gather the whole. It takes no longer than these two."""
     plan = planned(16, 512)
-    assert block(plan, "gpu", "all_gather", "forward") == [pytest.approx(BLOCK, rel=0.01)]
-    assert block(plan, "node", "all_gather", "forward") == [pytest.approx(BLOCK / 8, rel=0.01)]
+    assert block(plan, "node_gpu", "all_gather", "forward") == [pytest.approx(BLOCK, rel=0.01)]
+    (seconds,) = {
+        s.seconds for s in plan.collectives if "blocks.2." in s.value and (s.kind, s.where) == ("all_gather", "forward")
+    }
+    mesh = connect(Mesh.of({"node": 16, "gpu": 8}), DEVICES["a100-80gb"])
+    shard, whole = (
+        collective_seconds("all_gather", size, ranks, link)
+        for size, ranks, link in zip((BLOCK / 8, BLOCK), mesh.sizes, mesh.links, strict=True)
+    )
+    assert seconds < shard + whole
+
+
+def test_fsdp_over_two_axes_sends_what_it_sends_over_one() -> None:
+    tokens = torch.empty(64, GPT_7B.length, dtype=torch.long, device="meta")
+    both, one = (
+        autopar.plan(GPT_7B.module(), (tokens, tokens), mesh, device="a100-80gb", strategy="fsdp")
+        for mesh in ({"node": 2, "gpu": 8}, {"all": 16})
+    )
+    sent = [Counter((s.kind, s.where, s.bytes, s.seconds) for s in plan.collectives if s.bytes > 2**20) for plan in (both, one)]
+    assert sent[0] == sent[1]
+    assert both.step_time == pytest.approx(one.step_time, rel=1e-3)
 
 
 def test_less_than_one_sequence_for_a_device_takes_tensor_and_sequence_parallelism() -> None:

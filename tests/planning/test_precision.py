@@ -97,7 +97,7 @@ def train(run: Run) -> Found:
     gradients: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     issued: list[Issued] = []
     for batch in run.batches:
-        with recorded(context.axes) as log:
+        with recorded(context.known_axes) as log:
             left, right = (step(module, batch) for module in pair)
         losses.append((left, right))
         issued = issued or list(log)

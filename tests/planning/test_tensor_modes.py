@@ -49,6 +49,7 @@ def test_small_messages_of_2d_are_what_summa_broadcasts() -> None:
     assert sent(plan, BACKWARD, weights=False) == {"reduce_scatter": 7 * 16 * 64 * 256 * 2 // 2}
 
 
+@pytest.mark.usefixtures("free_copies")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("strategy, sizes", [("2d", (2, 2)), ("ddp+2.5d", (2, 2, 2))])
 def test_large_messages_of_2d_are_less_because_the_second_product_scatters_its_sums(

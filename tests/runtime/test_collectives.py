@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.ir.conversion import Conversion
-from autopar.ir.layout import I, Layout, P, R, State, digits, join, shard, split, valid
+from autopar.ir.layout import I, Layout, P, R, State, digits, join, numbered_axes, shard, split, valid
 from autopar.ir.mesh import Mesh
 from autopar.runtime.collectives import all_gather__slice, all_to_all__all_to_all, conversion_call
 from autopar.runtime.recorder import Issued, recorded
@@ -62,6 +62,16 @@ def conversions(shape: Shape, sizes: tuple[int, ...]) -> Iterator[Conversion]:
                 yield conversion
 
 
+def flattened_conversions(shape: Shape, sizes: tuple[int, ...]) -> Iterator[Conversion]:
+    """Every conversion of several axes at once between valid layouts."""
+    for source in itertools.product(*(states(shape, size) for size in sizes)):
+        for axes, kind in itertools.product(numbered_axes(len(sizes))[len(sizes) :], (I, R)):
+            target = tuple(kind if axis in axes else state for axis, state in enumerate(source))
+            found = Conversion.between(source, target, sizes) if valid(source, shape, sizes) else None
+            if found and len(found.axes) > 1:
+                yield found
+
+
 def dual(layout: Layout) -> Layout:
     return tuple(DUAL.get(state.kind, state) for state in layout)
 
@@ -90,12 +100,13 @@ def convert_all(cases: Cases) -> list[tuple[torch.Tensor, torch.Tensor, torch.Te
     for conversion in cases.conversions:
         function, arguments = conversion_call(conversion, cases.shape, cases.sizes)
         x = part(value, conversion.source, cases.sizes, context.coordinates).requires_grad_()
-        with recorded(context.axes) as log:
-            y = function(x * 1, context.axes[conversion.axis], *arguments)
+        axis = context.over(conversion.axes)
+        with recorded(context.known_axes) as log:
+            y = function(x * 1, axis, *arguments)
             y.backward(part(gradient, dual(conversion.target), cases.sizes, context.coordinates))
         assert x.grad is not None
         given = part(gradient, dual(conversion.target), cases.sizes, context.coordinates).requires_grad_()
-        y = function(x * 1, context.axes[conversion.axis], *arguments)
+        y = function(x * 1, axis, *arguments)
         (passed,) = torch.autograd.grad(y, x, given, create_graph=True)
         (again,) = torch.autograd.grad(passed, given, part(second, conversion.source, cases.sizes, context.coordinates))
         found.append((y.detach(), x.grad, again, log))
@@ -114,13 +125,22 @@ def check(whole: torch.Tensor, parts: list[torch.Tensor], layout: Layout, sizes:
 
 @pytest.mark.parametrize(
     "shape, sizes, count",
-    [((16, 6), (4,), 0), ((8, 4), (2, 2), 150), ((16, 8), (2, 4), 50), ((24, 3, 4), (4, 2), 25), ((4, 4), (1, 4), 20)],
+    [
+        ((16, 6), (4,), 0),
+        ((8, 4), (2, 2), 150),
+        ((16, 8), (2, 4), 50),
+        ((24, 3, 4), (4, 2), 25),
+        ((4, 4), (1, 4), 20),
+        ((8, 8), (2, 2, 2), 40),
+    ],
 )
 def test_a_conversion_carries_the_value_forward_and_the_gradient_back(
     pool: WorkerPool, shape: Shape, sizes: tuple[int, ...], count: int
 ) -> None:
-    every = list(conversions(shape, sizes))
+    every, several = list(conversions(shape, sizes)), list(flattened_conversions(shape, sizes))
+    assert len(several) >= (len(sizes) > 1 and 1 not in sizes)
     chosen = random.Random(0).sample(every, min(count or len(every), len(every)))
+    chosen += random.Random(1).sample(several, min(count, len(several)))
     results = pool.run(f"{__name__}:convert_all", Cases(shape, sizes, chosen), ranks=Mesh.of(sizes).size, keep=True)
     value, gradient, second = wholes(shape)
     for index, conversion in enumerate(chosen):
@@ -137,12 +157,12 @@ def check_log(conversion: Conversion, shape: Shape, sizes: tuple[int, ...], logs
     expected = [
         Issued(
             kind=primitive,
-            axis=f"axis{conversion.axis}",
+            axis="_".join(f"axis{axis}" for axis in conversion.axes),
             bytes=conversion.collective_bytes(shape, 8, sizes),
             where=where,
         )
         for primitive, where in zip(conversion.primitives, ("forward", "backward"), strict=True)
-        if primitive in sends and sizes[conversion.axis] > 1
+        if primitive in sends and any(sizes[axis] > 1 for axis in conversion.axes)
     ]
     assert all(log == expected for log in logs), conversion
 

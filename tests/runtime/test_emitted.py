@@ -89,7 +89,7 @@ def step(_: None) -> tuple[str, list[Issued]]:
     sequential(plain, x).backward()
     for parallel in (module, copy.deepcopy(module)):
         parallel.zero_grad()
-        with recorded(context.axes) as log:
+        with recorded(context.known_axes) as log:
             with parallel.rematerializer.active():  # type: ignore[operator, union-attr]
                 loss = parallel(x)
                 assert freed(parallel.rematerializer), "gathered memory is free after the forward"  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from tests.support.forked import ended
 DIES = 3  # on a mesh (2, 2), where it shares an axis with ranks 1 and 2, and none with rank 0
 PLACES = {  # after how many collectives of its second step
     "before_the_call": (0, "the comparison of the ranks' calls"),
-    "in_the_forward": (1, "all_gather over axis (dp|tp)"),
-    "in_the_backward": (4, "(all_gather|the reduction of gradients) over axis (dp|tp)"),
+    "in_the_forward": (1, "all_gather over axis (dp|tp|dp_tp)"),
+    "in_the_backward": (3, "(all_gather|the reduction of gradients) over axis (dp|tp|dp_tp)"),
 }
 
 

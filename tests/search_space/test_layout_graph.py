@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from autopar.analysis.block_counts import Blocks
-from autopar.ir.conversion import CONVERSIONS
-from autopar.ir.layout import I, P, R, local_shape, split, valid
+from autopar.ir.conversion import CONVERSIONS, FLATTENED
+from autopar.ir.layout import I, P, R, local_shape, numbered_axes, split, valid
 from autopar.search_space.layout_graph import LayoutGraph, layout_graph, placeable, states
 
 PAIRS = list(CONVERSIONS)
@@ -46,6 +48,36 @@ def test_every_arc_changes_one_axis_by_a_conversion(shape: tuple[int, ...], size
         before, after = found.nodes[source], found.nodes[target]
         assert [a for a in range(len(sizes)) if before[a] != after[a]] == [axis]
         assert PAIRS[pair] == (before[axis].kind, after[axis].kind)
+
+
+@pytest.mark.parametrize("shape, sizes, blocks", CASES)
+def test_arcs_over_flattened_axes_do_what_those_over_each_do_one_after_the_other(
+    shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks
+) -> None:
+    """Every way to take the same steps of the same kind over each of some adjacent axes is there once more as one arc."""
+    plain, allowed = graph(shape, sizes, blocks), tuple(map(tuple, states(shape, sizes, blocks, True)))
+    several = numbered_axes(len(sizes))[len(sizes) :]
+    found = layout_graph(shape, sizes, allowed, blocks, several)
+    count = len(plain.source)
+    assert all((getattr(found, part)[:count] == getattr(plain, part)).all() for part in ("source", "target", "axis", "pair"))
+    arcs = set(zip(*(getattr(found, part)[count:].tolist() for part in ("source", "target", "axis", "pair")), strict=True))
+    steps = {
+        (s, a, p): t
+        for s, t, a, p in zip(*(getattr(plain, part).tolist() for part in ("source", "target", "axis", "pair")), strict=True)
+        if plain.nodes[t][a].kind in "RI"
+    }
+    expected = set()
+    for node, (axes, kinds) in itertools.product(range(len(found.nodes)), itertools.product(several, FLATTENED)):
+        nest, place = [found.nodes[node][axis] for axis in axes], node
+        for axis in reversed(axes):  # the innermost first, which alone can be gathered
+            place = steps.get((place, axis, PAIRS.index(kinds)), -1)
+        in_order = kinds[0] != "S" or (
+            len({state.dim for state in nest}) == 1 and sorted(nest, key=lambda s: -s.stride) == nest
+        )
+        if place >= 0 and in_order:
+            expected.add((node, place, numbered_axes(len(sizes)).index(axes), PAIRS.index(kinds)))
+    assert arcs == expected
+    assert len(arcs) > 0 or len(sizes) == 1
 
 
 @pytest.mark.parametrize("shape, sizes, blocks", CASES)

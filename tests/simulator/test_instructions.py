@@ -13,6 +13,7 @@ from autopar.cost_models import catalog
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import StepPrices, step_events, step_time
+from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import Link
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
@@ -73,7 +74,8 @@ def test_a_device_that_gains_nothing_by_overlap_takes_the_step_time(
 @cases
 def test_the_messages_and_the_work_are_those_of_the_plan(name: str, strategy: str, runs: int, seed: int | None) -> None:
     found, chosen = optimized(name, strategy, runs, seed)
-    formulated, axes = found.formulated, found.formulated.mesh.axes
+    formulated, mesh = found.formulated, found.formulated.mesh
+    axes = [mesh.name_of(places) for places in numbered_axes(len(mesh.sizes))]
     timeline = run(found, chosen, BETA)
     sent = Counter((s.transfer.kind, s.transfer.channel, s.transfer.bytes) for s in timeline.sent if s.transfer.channel != HOST)
     planned = messages(formulated.analysis, chosen, formulated.prices)

@@ -88,6 +88,21 @@ def test_a_chain_of_blocks_that_prefetches_one_ahead(blocks: int, compute: Secon
     assert found.seconds == near(gather + (blocks - 1) * max(compute + beta * gather, gather) + compute)
 
 
+@given(seconds, seconds, seconds, betas)
+def test_messages_that_share_an_axis_share_its_rate(compute: Seconds, one: Seconds, both: Seconds, beta: float) -> None:
+    """The rows of the integer program: computing is slowed by both, and a link carries them one after the other."""
+    alone, over = (
+        Issue(transfer=Transfer(name=name, kind="all_gather", channel=name, axes=axes, bytes=8, seconds=takes))
+        for name, axes, takes in (("dp", (0,), one), ("dp_tp", (0, 1), both))
+    )
+    found = simulate([alone, over, work(compute), Await(issue=alone), Await(issue=over)], beta)
+    assert found.seconds == near(max(compute + beta * (one + both), one + both))
+    apart = replace(over.transfer, channel="tp", axes=(1,))
+    other = Issue(transfer=apart)
+    beside = simulate([alone, other, Await(issue=alone), Await(issue=other)], beta).seconds
+    assert beside == near(max(one, both) - min(one, both) + max(1, 2 * beta) * min(one, both))
+
+
 @given(programs())
 def test_a_step_takes_the_sum_where_nothing_is_gained_by_overlap(program: list[Instruction]) -> None:
     assert simulate(program, 1.0).seconds == near(sum(loads(program).values()))

@@ -138,11 +138,18 @@ class _Teller:
 
     def _message(self, primitive: str, role: str, steps: list[tuple[str, Conversion]]) -> tuple[Issued, float]:
         """A collective with what travels in it, and its seconds."""
-        axis = steps[0][1].axis
+        axes = steps[0][1].axes
         size = sum(self._sides(self.program.values[name], step)[0] for name, step in steps)
         names = tuple(name for name, _ in steps)
-        seconds = collective_seconds(primitive, float(size), self.mesh.sizes[axis], self.mesh.links[axis])
-        return (names, self.mesh.axes[axis], primitive, "forward" if role == "forward" else "backward", size), seconds
+        link = self.mesh.links[axes[0]] if len(axes) == 1 else dict(self.mesh.flattened)[axes]
+        seconds = collective_seconds(primitive, float(size), math.prod(self.mesh.sizes[axis] for axis in axes), link)
+        return (
+            names,
+            "_".join(self.mesh.axes[axis] for axis in axes),
+            primitive,
+            "forward" if role == "forward" else "backward",
+            size,
+        ), seconds
 
     def _inside(self, op: Op) -> Iterator[tuple[Issued, float]]:
         """The collectives that an op sends itself."""
@@ -169,10 +176,11 @@ class _Teller:
         while path[-1].source in into:
             path.append(into[path[-1].source])
         moved = any(other.primitives[0] != "identity" for other in path)
-        kinds = step.source[step.axis].kind, step.target[step.axis].kind
-        in_turn = not moved and all(later.axis > sooner.axis for later, sooner in itertools.pairwise(path))
+        kinds = {(step.source[axis].kind, step.target[axis].kind) for axis in step.axes}
+        assert len(kinds) == 1, "the states of all axes change alike"
+        in_turn = not moved and all(min(later.axes) > max(sooner.axes) for later, sooner in itertools.pairwise(path))
         recompute = (name, step) in self.chosen.recompute.steps
-        return moved, self.buckets[moved][name], step.axis, kinds, 0 if in_turn else len(path), recompute
+        return moved, self.buckets[moved][name], step.axes, *kinds, 0 if in_turn else len(path), recompute
 
     def _buckets(self, *, blocks: bool) -> dict[str, tuple[int, object, int]]:
         """The bucket of every weight: which run of ops reads it first, what it is like, and the how many-th of these it is.
@@ -207,9 +215,10 @@ class _Teller:
         """How often a collective copies: torch's strides say where a part is not contiguous in the whole."""
         dim, blocks, to_dim, to_blocks = split_position(step, value.shape, self.mesh.sizes)
         sides = [(dim, blocks), (to_dim, to_blocks)] if primitive == "all_to_all" else [(dim, blocks)]
-        size, whole = self.mesh.sizes[step.axis], list(local_shape(value.shape, step.source, self.mesh.sizes))
-        if step.source[step.axis].kind == "S":
-            whole[step.source[step.axis].dim] *= size
+        size = math.prod(self.mesh.sizes[axis] for axis in step.axes)
+        whole = list(local_shape(value.shape, step.source, self.mesh.sizes))
+        if step.source[step.axes[0]].kind == "S":
+            whole[step.source[step.axes[0]].dim] *= size
         return sum(
             not torch.empty(whole, device="meta").unflatten(at, (cut, size, -1)).movedim(at + 1, 0).is_contiguous()
             for at, cut in (sides if primitive in ("all_gather", "reduce_scatter", "all_to_all") else ())

@@ -48,7 +48,7 @@ class Threads(WorkerPool):
         def rank(context: Context) -> RankResult:
             module = assembled(payload.captured, payload.tensors, resolved, context)
             ends = module.autopar.outputs
-            with recorded(context.axes) as log:
+            with recorded(context.known_axes) as log:
                 found = results(module, program, payload.inputs, lambda outputs: sum_of_parts(outputs, ends, context))
             layouts = {key: layout(key, module, resolved) for key in found}
             errors = {
@@ -67,7 +67,7 @@ class Threads(WorkerPool):
 
         def rank(context: Context) -> RankResult:
             module = assembled_stages(payload.captured, payload.tensors, found, context)
-            with recorded(context.axes) as log:
+            with recorded(context.known_axes) as log:
                 here = results(module, program, payload.inputs, loss)
             stages = [(stage.module, found.resolved[number]) for number, stage in module.stages.stages.items()]
             on, errors = stages[0][0].autopar.context, {}
