@@ -63,8 +63,10 @@ def _over_single_axes(best: Optimized, options: Options, settings: SearchSetting
         mesh = replace(formulated.mesh, flattened=())
         with suppress(BudgetError, SlowerError, TimeLimitError):
             found = decided(solved(formulated.analysis, mesh, options, stop, settings=settings), options, settings, stop)
-            bound = min(found.solution.bound, best.solution.bound)  # that of the best counts for these, too
-            yield replace(found, solution=replace(found.solution, bound=bound), shapes=best.shapes)
+            solution, bound = found.solution, best.solution.bound  # which counts for these, too
+            if bound < solution.bound:
+                solution = replace(solution, bound=bound, status="feasible")
+            yield replace(found, solution=solution, shapes=best.shapes)
 
 
 __all__ = ["decided", "simulated_seconds"]
