@@ -25,7 +25,7 @@ from autopar.codegen.names import STATE, SUFFIXES, identifier, is_attribute
 from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import COLLECTIVES, Conversion, arrival
-from autopar.ir.layout import I, Layout, digits, local_shape, numbered_axes
+from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, aten, overload
 from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
@@ -116,7 +116,7 @@ class _Emitter:
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
             self.values[value.name, self.received.get(value.name, (I,) * len(self.sizes))] = node
         numbers = {*range(len(self.sizes)), *(step.axis for steps in self.assignment.routes.values() for step in steps)}
-        over = {number: self.context.over(numbered_axes(len(self.sizes))[number]) for number in sorted(numbers)}
+        over = {number: self.context.over(self.context.mesh.axes_over(number)) for number in sorted(numbers)}
         names = axis_names(self.context)
         self.axes = {number: self._state(f"axes.{names[axis.name]}") for number, axis in over.items()}
         random_ops = any(is_random(op, self.fits[op.name]) for op in program.ops)

@@ -48,8 +48,8 @@ def fixed_charges(
         for names in weight_buckets(analysis.program, moved=moved):
             alike.setdefault(frozenset(place[name] for name in names), []).append(names[0])
     charges = itertools.count()
-    axes, numbered = range(len(prices.mesh.sizes)), numbered_axes(len(prices.mesh.sizes))
-    for (number, (forward, backward)), axis, before in itertools.product(enumerate(WAYS.values()), range(len(numbered)), axes):
+    counts, axes = range(len(prices.mesh.sizes)), range(len(numbered_axes(len(prices.mesh.sizes))))
+    for (number, (forward, backward)), axis, before in itertools.product(enumerate(WAYS.values()), axes, counts):
         moved = forward != "identity" or before > 0
         sent = [(forward, None), (forward, REGATHER)] if forward in TOGETHER[0] else []
         sent += [(backward, GRADIENT)] if backward in TOGETHER[1] else []
@@ -72,7 +72,7 @@ def fixed_charges(
                 if loads is not None:
                     shares = loads.overlap.shares(buckets, SENT[condition], moved=moved)
                     seconds = loads.charge(next(charges), seconds, axis, shares)
-                name = f"{kind} over {prices.mesh.name_of(numbered[axis])}"
+                name = f"{kind} over {prices.mesh.name_of(prices.mesh.axes_over(axis))}"
                 yield FixedCharge(name=name, seconds=seconds, triggers=tuple(triggers))
 
 

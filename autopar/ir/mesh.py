@@ -284,15 +284,19 @@ class Mesh:
         )
         return replace(self, axes=axes, sizes=sizes, links=links, flattened=flattened)
 
+    def axes_over(self, axis: int) -> tuple[int, ...]:
+        """The places of what has this number: of an axis, or of those that a flattened one is made of."""
+        return numbered_axes(len(self.sizes))[axis]
+
     def ranks_over(self, axis: int) -> int:
         """How many devices a group over an axis has, of the mesh or flattened (`autopar.ir.layout.numbered_axes`)."""
-        return math.prod(self.sizes[place] for place in numbered_axes(len(self.sizes))[axis])
+        return math.prod(self.sizes[place] for place in self.axes_over(axis))
 
     def link_over(self, axis: int) -> Link:
         """What connects the devices over an axis, of the mesh or flattened. Raises MeshError if that is not known."""
         if axis < len(self.links):
             return self.links[axis]
-        axes = numbered_axes(len(self.sizes))[axis]
+        axes = self.axes_over(axis)
         found = next((link for places, link in self.flattened if places == axes), None)
         if found is None:
             what = f"nothing is known of messages over {self.name_of(axes)} at once"

@@ -24,7 +24,6 @@ from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import hidden_time, step_events
 from autopar.ir.dynamic_dims import InputDim, Size, declared
-from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import AutoMesh, Mesh, Seconds
 from autopar.ir.program import Program
 from autopar.passes import normalise
@@ -295,7 +294,7 @@ def collectives_of(
         yield Collective(
             value=name,
             more=tuple(more),
-            axis=prices.mesh.name_of(numbered_axes(len(prices.mesh.sizes))[message.axis]),
+            axis=prices.mesh.name_of(prices.mesh.axes_over(message.axis)),
             kind=message.kind,
             bytes=message.bytes,
             where=message.where,

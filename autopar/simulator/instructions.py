@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.formulation.step_time import StepEvent, StepPrices, step_events
-from autopar.ir.layout import numbered_axes
 from autopar.ir.mesh import Seconds
 from autopar.memory.liveness import Liveness
 from autopar.memory.prefetch import Node
@@ -101,7 +100,7 @@ class _Placement:
         else:
             start, stop = self._span(event)
             sent, mesh = event.message, self.prices.prices.mesh
-            axes = numbered_axes(len(mesh.sizes))[sent.axis]
+            axes = mesh.axes_over(sent.axis)
             transfer = Transfer(
                 name=f"{sent.kind} {event.name}", kind=sent.kind, channel=mesh.name_of(axes), axes=axes, bytes=sent.bytes,
                 seconds=sent.seconds, message=sent,
