@@ -36,19 +36,19 @@ class OverlapLoads:
         # By axis and link: whether messages over that axis go over that link.
         self._links = np.array([[link in links for link in range(overlap.count)] for links in overlap.links], dtype=np.bool_)
         self._loads: dict[tuple[int, int], Load] = {}
-        self._ahead: dict[tuple[int, int], Load] = {}
+        self._ahead: dict[int, Load] = {}
 
     def regions(self) -> tuple[OverlapRegion, ...]:
         """The regions of the problem: the places of the overlap."""
         overlap = self.overlap
 
-        def loads(found: Mapping[tuple[int, int], Load], place: int) -> tuple[Load, ...]:
-            return tuple(found.get((place, link), Load()) for link in range(overlap.count))
+        def load(place: int, link: int) -> Load:
+            return self._loads.get((place, link), Load())
 
         return tuple(
             OverlapRegion(
-                name=name, busy=self._loads.get((place, BUSY), Load()), links=loads(self._loads, place),
-                parts=overlap.parts[place], share=overlap.share(place), ahead=loads(self._ahead, place),
+                name=name, busy=load(place, BUSY), links=tuple(load(place, link) for link in range(overlap.count)),
+                parts=overlap.parts[place], share=overlap.share(place), ahead=self._ahead.get(place, Load()),
             )
             for place, name in enumerate(overlap.names)
         )  # fmt: skip
@@ -135,8 +135,8 @@ class OverlapLoads:
         """The latency of messages over an axis; its price with the overlap."""
         for place, share in shares.items():
             if place is not None:
-                carried = [(find(place, link), 1.0) for link in self.overlap.links[axis] for find in (self._of, self._sent)]
-                for load, slow in [(self._of(place, BUSY), self.overlap.beta), *carried]:
+                carried = [self._sent(place), *(self._of(place, link) for link in self.overlap.links[axis])]
+                for load, slow in [(self._of(place, BUSY), self.overlap.beta), *((load, 1.0) for load in carried)]:
                     load.charges[number] = load.charges.get(number, 0.0) + slow * share * seconds
         bare = shares.get(None, 0.0)
         return seconds * (bare + self.overlap.beta * (1.0 - bare))
@@ -149,19 +149,19 @@ class OverlapLoads:
         for place, share in shares.items() if seconds.any() else ():
             if place is not None:
                 put(self._of(place, BUSY), slow * share * seconds)
+                if slow < 1:
+                    put(self._sent(place), share * seconds)
                 for number in np.flatnonzero(links[sent].any(axis=0)).tolist():
-                    loads = [self._of(place, number), *([self._sent(place, number)] if slow < 1 else [])]
-                    for load in loads:
-                        put(load, np.where(sent & links[:, number], share * seconds, 0.0))
+                    put(self._of(place, number), np.where(sent & links[:, number], share * seconds, 0.0))
         bare = shares.get(None, 0.0)
         return seconds * (bare + slow * (1.0 - bare))
 
     def _of(self, place: int, link: int) -> Load:
         return self._loads.setdefault((place, link), Load())
 
-    def _sent(self, place: int, link: int) -> Load:
+    def _sent(self, place: int) -> Load:
         """What is sent ahead."""
-        return self._ahead.setdefault((place, link), Load())
+        return self._ahead.setdefault(place, Load())
 
 
 def _add(found: dict[K, Floats], key: K, seconds: Floats) -> None:

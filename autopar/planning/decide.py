@@ -1,5 +1,6 @@
-"""The program proposes, the simulator decides: between the plan of least price, the one that is best by sums, and, where
-messages go over several axes at once and the simulated step is longer than its price, the best whose messages go over one each.
+"""The program proposes, the simulator decides: between the plan of least price, the one that is best by sums, that of all
+layouts where a named strategy's is cheaper, and, where messages go over several axes at once and the simulated step is longer
+than its price, the best whose messages go over one each.
 
 The integer program prices overlap by a law that is linear in what a region computes and sends; the simulator runs the emitted
 order, in which a message over several axes is in the way of what tensor parallelism waits for on one of them. Where it finds a
@@ -8,7 +9,7 @@ proposal faster, that is the plan. Its `gap` stays that of the law: its own pric
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -26,18 +27,26 @@ from autopar.solver.settings import SearchSettings
 def decided(best: Optimized, options: Options, settings: SearchSettings, stop: Stop) -> Optimized:
     """The solution of the shortest simulated step: that of least price, or a proposal of its search, which ends here."""
     if settings.deadline.passed or options.strategy != AUTO:
-        return replace(best, loop=None)
-    least, proposed = simulated_seconds(best), [*_by_sums(best, options)]
-    if least > (1 + settings.flattened_gap) * solution_time(best.memory_model, best.solution):
-        below = replace(settings, below=(1 + settings.simulated_gain) * least)
-        proposed += _over_single_axes(best, options, below, stop)
-    best = replace(best, loop=None)
-    seconds, other = min(((simulated_seconds(one), one) for one in proposed), key=lambda pair: pair[0], default=(least, best))
+        return best.searched
+    least = simulated_seconds(best)
+    seconds, other = _fastest([(least, best.searched), *_simulated(_proposed(best, options))])
+    if seconds > (1 + settings.flattened_gap) * solution_time(best.memory_model, best.solution):
+        below = replace(settings, below=(1 + settings.simulated_gain) * seconds)
+        seconds, other = _fastest([(seconds, other), *_simulated(_over_single_axes(best, options, below, stop))])
+    best = best.searched
     stop("decide")
     if seconds >= (1 - settings.proposal_gain) * least:
         return best
     cheapest = f"the plan of least price ({1e3 * best.solution.seconds:.3f} ms) takes {1e3 * least:.3f}"
     return replace(other, decided=f"decided by the simulator: {1e3 * seconds:.3f} ms, where {cheapest}")
+
+
+def _simulated(proposed: Iterable[Optimized]) -> Iterator[tuple[Seconds, Optimized]]:
+    return ((simulated_seconds(one), one) for one in proposed)
+
+
+def _fastest(simulated: Iterable[tuple[Seconds, Optimized]]) -> tuple[Seconds, Optimized]:
+    return min(simulated, key=lambda pair: pair[0])
 
 
 def simulated_seconds(found: Optimized) -> Seconds:
@@ -46,12 +55,16 @@ def simulated_seconds(found: Optimized) -> Seconds:
     return simulated(found.memory_model.liveness, found.formulated.step_prices, chosen).seconds
 
 
-def _by_sums(best: Optimized, options: Options) -> Iterator[Optimized]:
-    """What the search proposes beside its best solution, unless that is the same."""
-    if best.loop is not None:
-        solution = best.loop.by_sums(best.solution, parse_bytes(options.budget, best.formulated.mesh))
-        if solution is not None and (solution.picks, solution.arcs) != (best.solution.picks, best.solution.arcs):
-            yield replace(best, solution=solution, loop=None)
+def _proposed(best: Optimized, options: Options) -> Iterator[Optimized]:
+    """What the search of all layouts proposes beside the best solution: its own best, if that is another, and the best by sums,
+    unless that is the same."""
+    own = best.beside or best
+    if best.beside is not None:
+        yield _bounded(own.searched, best)
+    if own.loop is not None:
+        solution = own.loop.by_sums(own.solution, parse_bytes(options.budget, own.formulated.mesh))
+        if solution is not None and (solution.picks, solution.arcs) != (own.solution.picks, own.solution.arcs):
+            yield _bounded(replace(own.searched, solution=solution), best)
 
 
 def _over_single_axes(best: Optimized, options: Options, settings: SearchSettings, stop: Stop) -> Iterator[Optimized]:
@@ -63,10 +76,13 @@ def _over_single_axes(best: Optimized, options: Options, settings: SearchSetting
         mesh = replace(formulated.mesh, flattened=())
         with suppress(BudgetError, SlowerError, TimeLimitError):
             found = decided(solved(formulated.analysis, mesh, options, stop, settings=settings), options, settings, stop)
-            solution, bound = found.solution, best.solution.bound  # which counts for these, too
-            if bound < solution.bound:
-                solution = replace(solution, bound=bound, status="feasible")
-            yield replace(found, solution=solution, shapes=best.shapes)
+            yield replace(_bounded(found, best), shapes=best.shapes)
+
+
+def _bounded(found: Optimized, best: Optimized) -> Optimized:
+    """A solution with the bound of the best, which counts for all of them, where that is lower than its own."""
+    solution, bound = found.solution, best.solution.bound
+    return replace(found, solution=replace(solution, bound=bound, status="feasible")) if bound < solution.bound else found
 
 
 __all__ = ["decided", "simulated_seconds"]

@@ -48,7 +48,8 @@ class Optimized:
 
     The problem is that of a `strategy`, which may be another than was asked for; `stopped` is what ended the search early;
     `shapes`: the sizes of each mesh that was tried, and how it fared; `loop` solved the problem, if what it has is of use
-    still; `decided` says what the simulator decided (`planning.decide`).
+    still; `beside` is the best solution of all layouts, where one of a named strategy is cheaper; `decided` says what the
+    simulator decided (`planning.decide`).
     """
 
     memory_model: MemoryModel
@@ -58,11 +59,17 @@ class Optimized:
     stopped: str = ""
     shapes: tuple[str, ...] = ()
     loop: BudgetLoop | None = None
+    beside: Optimized | None = None
     decided: str = ""
 
     @property
     def formulated(self) -> PlanningProblem:
         return self.memory_model.formulated
+
+    @property
+    def searched(self) -> Optimized:
+        """The solution without what its search leaves."""
+        return replace(self, loop=None, beside=None)
 
 
 def analysed(step: TrainingStep, mesh: Mesh, options: Options) -> Analysis:
@@ -175,7 +182,8 @@ def _beside_strategies(
             best = _with_free_layouts(best, loop, limit, settings)
     once = (ONCE,) if analysis.step.loop or _waits(best) > settings.once_gap else ()  # a program of its own
     named = NAMED if gap > (settings.gap if loop.stopped else settings.strategies_gap) else once
-    return _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound, apart) or best
+    found = _best_named(best, best.memory_model, options, limit, named, settings, best.solution.bound, apart)
+    return best if found is None or found is best else replace(found, beside=best)
 
 
 def _waits(found: Optimized) -> float:
@@ -205,13 +213,13 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
     found = loop.within(limit, cutoff=cutoff)
     if found is None or solution_time(memory_model, found) >= seconds:
         return best
-    return replace(best, memory_model=memory_model, solution=found, loop=loop)
+    return replace(best, memory_model=memory_model, solution=found, loop=loop, beside=None)
 
 
 def transferred(found: Optimized, analysis: Analysis, options: Options) -> Optimized:
     """The solution of one program as that of another that differs in names alone."""
     formulated = found.formulated.renamed(analysis, policy_of(analysis, options.recompute))
-    return replace(found, memory_model=MemoryModel(formulated, found.optimizer), loop=None)
+    return replace(found.searched, memory_model=MemoryModel(formulated, found.optimizer))
 
 
 def least_price(

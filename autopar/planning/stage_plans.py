@@ -311,7 +311,7 @@ class StagePlanner:
         analysis = analysed(step, self.mesh, options)
         without_rule(analysis, strict=options.strict)
         waited = analysed(repeated(step, step.stage.repeats), self.mesh, options) if step.loop else analysis
-        found = replace(solved(waited, self.mesh, options, settings=self.settings), loop=None)
+        found = solved(waited, self.mesh, options, settings=self.settings).searched
         if waited is not analysis:
             found = _as_run(found, analysis, options)
         chosen, liveness = assignment(found.formulated, found.solution), found.memory_model.liveness

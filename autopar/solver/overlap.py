@@ -107,8 +107,8 @@ class Activity:
 class OverlapRegion:
     """A part of the step that lasts as long as the longest of its loads.
 
-    `parts` are places of earlier regions, of which this one holds a `share`; `ahead` is the part of each link's load that is
-    sent while the device computes.
+    `parts` are places of earlier regions, of which this one holds a `share`; `ahead` is what is sent while the device
+    computes, once for each message, however many links it goes over.
     """
 
     name: str
@@ -116,7 +116,7 @@ class OverlapRegion:
     links: tuple[Load, ...]
     parts: tuple[int, ...] = ()
     share: float = 1.0
-    ahead: tuple[Load, ...] = ()
+    ahead: Load = field(default_factory=Load)
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -125,8 +125,7 @@ class OverlapRegion:
 
     def mapped(self, change: Callable[[Load], Load]) -> OverlapRegion:
         """The region with every load changed."""
-        links, ahead = tuple(map(change, self.links)), tuple(map(change, self.ahead))
-        return replace(self, busy=change(self.busy), links=links, ahead=ahead)
+        return replace(self, busy=change(self.busy), links=tuple(map(change, self.links)), ahead=change(self.ahead))
 
 
 Own = list[tuple[float, list[float]]]  # by region: seconds that it is busy, and on each link, without its parts

@@ -5,7 +5,7 @@ The law of regions has computing lose beta seconds per second of a message that 
 waited for slows nothing down. So a solution that the law prices higher may be faster, above all one that hides little. Such a
 one is cheapest where nothing is hidden:
 
-    minimise    prices + sum_p,n (1 - beta) ahead[p,n]        without regions: no long rows
+    minimise    prices + sum_p (1 - beta) ahead[p]        without regions: no long rows
 
 in the window of what the law's bound by messages leaves, and a relaxation with rows where there is one: both are there already.
 """
@@ -61,8 +61,7 @@ def summed(problem: Problem, beta: float) -> Problem:
     """A problem whose messages all take all of their seconds: what `formulate` poses for a device with beta 1."""
     prices = LoadedPrices(problem)
     for region in problem.regions:
-        for load in region.ahead:
-            prices.add(load, 1 - beta)
+        prices.add(region.ahead, 1 - beta)
     return prices.problem()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.solver.overlap import Load
 from autopar.solver.problem import Bools, Edge, Floats, Ints, Problem, RecomputeCounts, RetainedTerm, Row, Solution
 
 
@@ -107,7 +108,7 @@ def selected(problem: Problem, picks: Sequence[Ints], used: Sequence[Bools]) -> 
             replace(charge, triggers=tuple(replace(one, arcs=one.arcs[left[one.edge]]) for one in charge.triggers))
             for charge in problem.fixed_charges
         ),
-        regions=tuple(replace(region, ahead=()).mapped(lambda load: load.within(picks, left)) for region in problem.regions),
+        regions=tuple(replace(one, ahead=Load()).mapped(lambda load: load.within(picks, left)) for one in problem.regions),
     )  # fmt: skip
     return Window(problem=smaller, picks=picks, arcs=left, nodes=[nodes for _, _, nodes in parts])
 

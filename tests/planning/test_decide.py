@@ -17,9 +17,9 @@ from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.planning.decide import decided, simulated_seconds
-from autopar.planning.optimize import Optimized, analysed, solved
+from autopar.planning.optimize import Optimized, analysed, problem_of, solved
 from autopar.planning.planner import connected_mesh, read_program, to_plan
-from autopar.solver.problem import Solution
+from autopar.solver.problem import Problem, Solution
 from autopar.solver.proposal import summed
 from autopar.solver.settings import DEFAULTS
 from tests.capture.models import gpt2
@@ -47,8 +47,17 @@ def products() -> Program:
     return layers(512, 256, 1024, 512, 256).program
 
 
-def test_prices_by_sums_are_those_of_a_device_that_gains_nothing_by_overlap() -> None:
-    by_law, by_sums = (optimized(beta, block)[0].formulated.problem for beta in (BETA, 1.0))
+def posed(name: str, sizes: tuple[int, ...], beta: float) -> Problem:
+    """The problem of the block on such devices."""
+    asked = Options(device=replace(DEVICES[name], interference=beta))
+    mesh = connected_mesh(sizes, asked)
+    return problem_of(analysed(microbatches(block(), 1), mesh, asked), mesh, asked.stepped, asked).formulated.problem
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("l4", (2, 2)), ("h100", (2, 8))])
+def test_prices_by_sums_are_those_of_a_device_that_gains_nothing_by_overlap(name: str, sizes: tuple[int, ...]) -> None:
+    by_law, by_sums = (posed(name, sizes, beta) for beta in (BETA, 1.0))
+    assert len(by_law.regions[0].links) == len({link.name for link in connected_mesh(sizes, Options(device=name)).links})
     priced = summed(by_law, BETA)
     pairs = [(one.seconds, other.seconds) for one, other in zip(priced.choices, by_sums.choices, strict=True)]
     for one, other in zip(priced.edges, by_sums.edges, strict=True):
@@ -97,7 +106,20 @@ def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> No
         assert math.isclose(plan.gap, 1 - found.solution.bound / plan.step_time, abs_tol=1e-6)
 
 
+def test_the_best_of_all_layouts_is_proposed_beside_a_named_strategy() -> None:
+    found, asked = optimized(BETA, products)
+    assert simulated_seconds(found) != simulated_seconds(smaller())
+    fast, slow = sorted((found, smaller()), key=simulated_seconds)
+    chosen = decided(replace(slow, loop=None, beside=fast), asked, DEFAULTS, lambda phase: None)
+    assert simulated_seconds(chosen) == simulated_seconds(fast)
+    assert chosen.solution.bound <= slow.solution.bound
+    assert chosen.decided
+
+
 def test_the_search_is_let_go_once_it_is_decided() -> None:
     found, asked = optimized(BETA, products)
     assert found.loop is not None
-    assert decided(found, asked, DEFAULTS, lambda phase: None).loop is None
+    for best in (found, replace(found, beside=found)):
+        chosen = decided(best, asked, DEFAULTS, lambda phase: None)
+        assert chosen.loop is None
+        assert chosen.beside is None

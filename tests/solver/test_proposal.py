@@ -28,7 +28,7 @@ def hiding(seed: int) -> Problem:
         share = draw.random()
         return Load(arcs={w: share * seconds for w, seconds in load.arcs.items()})
 
-    regions = tuple(replace(region, ahead=tuple(map(ahead, region.links))) for region in problem.regions)
+    regions = tuple(replace(region, ahead=ahead(region.links[0])) for region in problem.regions)
     return replace(problem, regions=regions)
 
 
