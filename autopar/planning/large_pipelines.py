@@ -40,7 +40,7 @@ from autopar.planning.plan_search import PADDED
 from autopar.solver.settings import SearchSettings
 
 FULL = 4  # micro-batches for each rank from which the search goes up or down at first
-CHEAPEST = 0.25  # of what is made again, as what is cheapest is: stages of GPT-3 take 0.4 to 6% longer where 8% would be all
+CHEAPEST = 0.15  # of what is made again, as what is cheapest is: pipelines of GPT-3 take 0.17 to 0.28 of what all of it would
 LEAST_IDLE = "zb-v"  # the schedule of which a step may be shortest
 REFINED = 3  # pairs of ranks and micro-batches of which all schedules are tried
 
@@ -56,6 +56,7 @@ class LargePipelineSearch(PipelineTrials):
         self._hoped: list[Hope] = []  # what 1f1b may take
         self._promised: dict[Hope, Seconds] = {}  # and the schedule that idles least, where that was worked out
         self._alike: dict[tuple[PipelineAxis, int, int], Sequence[StageSeconds]] = {}  # by micro-batches and number of stages
+        self._longer: dict[tuple[PipelineAxis, int], tuple[int, float]] = {}  # than was hoped, in so many stages
         self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # without stages, by micro-batches
 
     def both(self, mesh: Mesh) -> None:
@@ -164,16 +165,20 @@ class LargePipelineSearch(PipelineTrials):
         return promises
 
     def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
-        """What a step may take by a schedule: by known stages that are as many, or what is hoped for; infinite where there are
-        fewer regions than stages, or one micro-batch."""
+        """What a step may take by a schedule: by known stages that are as many, or what is hoped for, longer by as much as the
+        first one that was planned took in no more stages; infinite where there are fewer regions than stages, or one
+        micro-batch."""
         schedule, stages = way
         cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
         try:
             cut = cuts.chosen(one.over.mesh, one.over.axis, asked, one.runs)
         except ConstraintError:
             return math.inf
-        alike = self._alike.get((one.over, one.runs, cut.schedule.stages), one.stages)
-        return replace(one, stages=alike).by(cut, cuts.shares(cut.starts))
+        shares = cuts.shares(cut.starts)
+        if alike := self._alike.get((one.over, one.runs, cut.schedule.stages)):
+            return replace(one, stages=alike).by(cut, shares)
+        stages, longer = self._longer.get((one.over, one.runs), (0, 1.0))
+        return one.by(cut, shares) * (longer if cut.schedule.stages >= stages else 1.0)
 
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
         """What a step takes that is no faster than what is known even with one micro-batch in flight a stage, as guessed from
@@ -191,8 +196,12 @@ class LargePipelineSearch(PipelineTrials):
         return least
 
     def _found(self, made: StagedStep, over: PipelineAxis, asked: Options) -> bool:
-        alike = over, made.cut.schedule.microbatches, len(made.stages)
-        self._alike[alike] = [one.without_messages for one in made.stage_seconds]
+        runs = made.cut.schedule.microbatches
+        for one in self._hoped:
+            if (one.over, one.runs) == (over, runs):
+                longer = made.seconds / self._hoped_by(one, (asked.schedule, asked.stages))
+                self._longer.setdefault((over, runs), (len(made.stages), max(1.0, longer)))
+        self._alike[over, runs, len(made.stages)] = [one.without_messages for one in made.stage_seconds]
         return super()._found(made, over, asked)
 
     def _bound(self, mesh: Mesh) -> Seconds:
