@@ -20,8 +20,9 @@ from autopar.api import (
 )
 from autopar.codegen.compiled import inductor_options
 from autopar.errors import AutoparError
+from autopar.ir.device import Device, Disk, Link
 from autopar.ir.dynamic_dims import Dynamic
-from autopar.ir.mesh import Device, Disk, Link, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.gathered_steps import step_gathered
 from autopar.runtime.grad_scaler import GradScaler

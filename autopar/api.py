@@ -13,9 +13,10 @@ from autopar.codegen import ParallelModule
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import ConstraintError, InputError, MeshError, PlanError
+from autopar.ir.device import Bytes, Device
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.layout import I
-from autopar.ir.mesh import AutoMesh, Bytes, Device
+from autopar.ir.mesh import AutoMesh
 from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
 from autopar.parallelize import build

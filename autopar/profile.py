@@ -42,8 +42,9 @@ from autopar.cost_models.optimizers import optimizer
 from autopar.cost_models.profile_file import measured_link, save
 from autopar.errors import AutoparError, MeshError
 from autopar.explain.cli_arguments import built
+from autopar.ir.device import Bytes, Device, Disk, Link, Seconds
 from autopar.ir.layout import local_shape
-from autopar.ir.mesh import Bytes, Device, Disk, Link, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, localise, row_of, view_of, writes

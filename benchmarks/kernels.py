@@ -24,7 +24,7 @@ import torch
 from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.compute import pricer
 from autopar.cost_models.kernel_rates import MEGATRON_SOFTMAX
-from autopar.ir.mesh import Device, Seconds
+from autopar.ir.device import Device, Seconds
 from autopar.ir.program import Argument, Op, Ref, Value
 
 MICRO = Path(__file__).parent / "measured" / "micro.csv"

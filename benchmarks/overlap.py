@@ -25,8 +25,9 @@ from torch import nn
 from autopar.formulation.prices import Prices
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import StepPrices
+from autopar.ir.device import Seconds
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.planning.optimize import Optimized, solution_time

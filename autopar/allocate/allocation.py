@@ -16,7 +16,7 @@ from autopar.allocate.curves import Curve, captured, curve
 from autopar.allocate.goals import Prospect, goal_of, late, prospects
 from autopar.allocate.jobs import Cluster, TrainingJob
 from autopar.errors import AllocationError
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.plan.text import Part, grid, milliseconds, plain
 
 COLUMNS = "job", "devices", "mesh", "step ms", "done in s", "why"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from autopar import files
 from autopar.allocate.jobs import Cluster, TrainingJob
 from autopar.explain.cli_arguments import UsageError, built
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

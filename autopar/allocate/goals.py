@@ -20,7 +20,7 @@ from autopar.allocate.curves import Curve
 from autopar.allocate.jobs import Cluster, TrainingJob
 from autopar.errors import AllocationError
 from autopar.explain.scaling import ScalingStep
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from torch import nn
 from autopar.cost_models import catalog
 from autopar.errors import AllocationError
 from autopar.explain.scaling import ScalingStep, node_mesh
-from autopar.ir.mesh import MOST_DEVICES, Device, Seconds
+from autopar.ir.device import Device, Seconds
+from autopar.ir.mesh import MOST_DEVICES
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 

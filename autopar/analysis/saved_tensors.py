@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.analysis.traffic import Traffic
 from autopar.ir.builder import Keywords
+from autopar.ir.device import Bytes
 from autopar.ir.layout import Shape
-from autopar.ir.mesh import Bytes
 from autopar.ir.program import Argument, Op, Ref, Static, Value, elements, filled, overload, substitute, text
 from autopar.operators import row_of
 from autopar.operators.call import Call

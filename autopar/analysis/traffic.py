@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 
 # Beginnings of the names of operators that move nothing, and of those that take from a tensor its shape alone.
 NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::lift")

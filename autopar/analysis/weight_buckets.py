@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from autopar.analysis.repeated_blocks import INDEX
 from autopar.analysis.weights import copies, reduce_dtypes
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.ir.program import Program, Value, remembered
 
 LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's DistributedDataParallel (bucket_cap_mb)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.ir.mesh import Device
+from autopar.ir.device import Device
 
 # Watts of one board: "max thermal design power" or "total board power" of the data sheets that the catalog names.
 BOARD_POWER: Mapping[str, float] = {

@@ -27,7 +27,7 @@ from autopar.cost_models.kernel_rates import reached
 from autopar.cost_models.links import LINKS
 from autopar.cost_models.profile_file import load
 from autopar.errors import MeshError
-from autopar.ir.mesh import Bytes, Device, Disk, Seconds
+from autopar.ir.device import Bytes, Device, Disk, Seconds
 
 GIB = 2**30
 TERA = 1e12

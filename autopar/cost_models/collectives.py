@@ -7,7 +7,7 @@ Operations in MPICH", 2005, for n ranks, messages of latency a, and b bytes in t
     all_to_all      (n - 1) a + b (n - 1)/n / bandwidth           pairwise exchange
 
 A link that was measured, or that NCCL drives, has a line of its own per kind. That of NCCL (`nccl`) is, for n ranks on m nodes,
-r of them on each, which share r network cards, at the bus bandwidths and latencies of `autopar.ir.mesh.Bus`:
+r of them on each, which share r network cards, at the bus bandwidths and latencies of `autopar.ir.device.Bus`:
 
     rate             min(bus[r], r card)                           one ring enters each node once through all of its cards
     card             bandwidth (1 - 5% log2 m)                     what the network makes of a card
@@ -36,7 +36,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.mesh import Link, Seconds
+from autopar.ir.device import Link, Seconds
 
 # Of any collective: until it runs at its rate. NCCL's protocols change with size (8 to 30 microseconds for a few bytes on eight
 # GPUs, 150 for 32 MiB); 40 is within a median of 4% of nccl-tests on V100, A100 and H100 from 1 MiB on

@@ -30,9 +30,9 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.analysis.saved_tensors import NOTHING, SavedTensors, saved
 from autopar.cost_models.kernels import attention_seconds, products_seconds
+from autopar.ir.device import Device, Seconds
 from autopar.ir.kernel_rates import ALIGNMENT
 from autopar.ir.layout import Shape
-from autopar.ir.mesh import Device, Seconds
 from autopar.ir.program import Fused, Op, Value, aten, filled, overload
 from autopar.operators import Rule, fit, row_of, view_of, writes
 from autopar.operators.call import Call, Local

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from autopar.cost_models import collectives, links, optimizers
 from autopar.cost_models.compute import Shapes, pricer
 from autopar.cost_models.optimizers import Optimizer
-from autopar.ir.mesh import Device, Link, Seconds
+from autopar.ir.device import Device, Link, Seconds
 from autopar.ir.program import Op, Value
 
 

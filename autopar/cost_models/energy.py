@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.ir.conversion import COPIES
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 
 Joules = float
 Watts = float

@@ -21,8 +21,8 @@ import numpy as np
 from autopar.cost_models.kernel_rates import START
 from autopar.cost_models.kernels import tilings
 from autopar.errors import MeshError
+from autopar.ir.device import Seconds
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
-from autopar.ir.mesh import Seconds
 from autopar.operators.flops import ProductSizes
 
 ROUNDS = 50  # of alternation, at most

@@ -17,7 +17,7 @@ from autopar.cost_models.kernel_fit import (
     product_rate,
 )
 from autopar.errors import MeshError
-from autopar.ir.mesh import Device, Seconds
+from autopar.ir.device import Device, Seconds
 from autopar.ir.program import Op, Ref, Value
 from autopar.operators import row_of
 from autopar.operators.flops import Product

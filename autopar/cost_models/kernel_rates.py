@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.ir.device import Device
 from autopar.ir.kernel_rates import AttentionRate, ProductRate
-from autopar.ir.mesh import Device
 
 TERA = 1e12
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autopar.ir.mesh import Device, Seconds
+from autopar.ir.device import Device, Seconds
 from autopar.operators.flops import Product, ProductSizes
 
 # Tiles of cuBLAS's kernels for tensor cores, M x N. Smaller ones reload operands too often to reach the same rate.

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cost_models.collectives import RankGroup, nccl
 from autopar.errors import MeshError
+from autopar.ir.device import Bus, Device, Link, Seconds
 from autopar.ir.layout import numbered_axes
-from autopar.ir.mesh import Bus, Device, Link, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 
 NVLINK: Seconds = 3.4e-6
 PCIE: Seconds = 5.7e-6

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InputError
-from autopar.ir.mesh import Bytes, Device, Seconds
+from autopar.ir.device import Bytes, Device, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

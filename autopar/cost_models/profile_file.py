@@ -28,8 +28,8 @@ from typing import Any
 
 from autopar import files
 from autopar.errors import MeshError
+from autopar.ir.device import Device, Disk, Link, Seconds
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
-from autopar.ir.mesh import Device, Disk, Link, Seconds
 
 
 def save(device: Device, path: str | Path) -> None:

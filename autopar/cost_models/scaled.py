@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from autopar.cost_models.compute import Shapes
 from autopar.cost_models.cost_model import CostModel, OpCost
 from autopar.cost_models.optimizers import Optimizer
+from autopar.ir.device import Device, Link, Seconds
 from autopar.ir.kernel_rates import positive
-from autopar.ir.mesh import Device, Link, Seconds
 from autopar.ir.program import Op, Value
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.formulation.budget_loop import smallest
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.plan.options import PLENTY, Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, milliseconds, size_text

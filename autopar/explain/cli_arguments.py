@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, MeshError
+from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import DimSizes
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.mesh import Mesh
 
 HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, BudgetError
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
 from autopar.plan.tables import bytes_of, exposed

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.formulation.cost_breakdown import PURPOSES, Purposes, moment_text
 from autopar.formulation.memory_model import MemoryModel
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.memory.schedule import LiveRange
 from autopar.search_space.assignment import Assignment
 from autopar.solver.problem import Floats, Ints

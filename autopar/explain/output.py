@@ -19,7 +19,7 @@ from autopar.explain.staged import StagedExplanation, staged_why_parts
 from autopar.explain.staged_prices import staged_budget_sweep, staged_sensitivity
 from autopar.explain.why import why_parts
 from autopar.explain.whynot import WhyNot, why_not_parts
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part
 

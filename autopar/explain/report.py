@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from autopar.explain.headline import headline, waste
 from autopar.explain.phrases import held, runs, stored, use
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.ir.program import OUTPUT
 from autopar.operators.dim_labels import kind_of
 from autopar.plan.assignment_text import RUN

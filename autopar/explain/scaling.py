@@ -13,7 +13,8 @@ from autopar.cost_models import catalog
 from autopar.cost_models.energy import BOARDS
 from autopar.errors import AutoparError, BudgetError
 from autopar.explain.energy import energy_of
-from autopar.ir.mesh import AutoMesh, Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
+from autopar.ir.mesh import AutoMesh
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.scaled import ScaledCostModel
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_time import StepPrices, step_time
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.memory.schedule import Schedule
 from autopar.plan.options import Options
 from autopar.plan.text import Part, grid, milliseconds

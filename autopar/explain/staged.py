@@ -11,7 +11,8 @@ from autopar.explain.report import report
 from autopar.explain.why import Why, why, why_parts
 from autopar.explain.whynot import WhyNot
 from autopar.formulation.read_solution import assignment
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.device import Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.plan.pipeline import Pipeline

@@ -13,7 +13,8 @@ from autopar.explain.sensitivity import SCENARIOS, Sensitivity
 from autopar.explain.staged import StagedExplanation
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
+from autopar.ir.device import Bytes, Link, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.options import PLENTY
 from autopar.plan.plan import Plan

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from autopar.files import typed
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.plan.plan import Plan
 from autopar.plan.tables import COLLECTIVE, by_kind, bytes_of, seconds_of
 from autopar.plan.text import alike, folded

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from autopar.explain.names import choices_of
 from autopar.explain.phrases import runs, stored
 from autopar.formulation.cost_breakdown import stored_words, words
+from autopar.ir.device import Bytes, Seconds
 from autopar.ir.layout import text
-from autopar.ir.mesh import Bytes, Seconds
 from autopar.operators.dim_labels import LabelSample, kind_of
 from autopar.plan.text import Part, folded, grid, milliseconds, size_text
 from autopar.planning.optimize import Optimized

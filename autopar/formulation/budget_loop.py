@@ -15,8 +15,8 @@ import numpy as np
 
 from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
+from autopar.ir.device import Bytes
 from autopar.ir.layout import State
-from autopar.ir.mesh import Bytes
 from autopar.solver.highs import SolverError
 from autopar.solver.lazy_rows import Excess, Judge
 from autopar.solver.least_memory import least_memory

@@ -14,8 +14,9 @@ from autopar.cost_models.fidelity import fidelity
 from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.step_time import EventKind, StepEvent
+from autopar.ir.device import Bytes, Disk, Seconds
 from autopar.ir.layout import D, H, Layout, State, blocks
-from autopar.ir.mesh import Bytes, Disk, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import OpSharding, ParallelForm, row_of
 from autopar.operators.dim_labels import LabelSample, role, role_of_dim

@@ -13,8 +13,8 @@ from autopar.cost_models.optimizers import Optimizer
 from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_rows import MemoryRows
 from autopar.formulation.read_solution import assignment
+from autopar.ir.device import Bytes
 from autopar.ir.layout import D, H, State
-from autopar.ir.mesh import Bytes
 from autopar.memory.liveness import Liveness
 from autopar.memory.places import bytes_away
 from autopar.plan.breakdown import Allocation

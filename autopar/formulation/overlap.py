@@ -33,8 +33,9 @@ from typing import Literal
 
 from autopar.analysis.analysis import Analysis
 from autopar.analysis.step_regions import StepRegions, step_regions
+from autopar.ir.device import Seconds
 from autopar.ir.layout import numbered_axes
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.solver.overlap import outlasting
 
 Sent = Literal["gather", "regather", "reduce"]  # what a bucket sends: for the forward, again for the backward, its gradients

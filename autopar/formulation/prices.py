@@ -20,8 +20,9 @@ from autopar.analysis.analysis import Analysis
 from autopar.cost_models.cost_model import CATALOG, CostModel, OpCost
 from autopar.cost_models.optimizers import OPTIMIZERS, Optimizer
 from autopar.ir.conversion import CARRIED, COPIES, SUMS, WAYS, copies
+from autopar.ir.device import Device, Seconds
 from autopar.ir.layout import D, H, I, Layout, State, local_shape, place
-from autopar.ir.mesh import Device, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import OUTPUT, Op, Value
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding

@@ -17,8 +17,8 @@ import torch
 from autopar.analysis.analysis import Analysis
 from autopar.formulation.prices import Prices
 from autopar.ir.conversion import CARRIED, SUMS, Conversion, arrival
+from autopar.ir.device import Bytes, Seconds
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op, Value
 from autopar.memory.recompute_closure import reruns
 from autopar.operators import OpSharding

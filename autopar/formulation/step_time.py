@@ -25,8 +25,8 @@ from autopar.formulation.overlap import Overlap, Sent, StepPart
 from autopar.formulation.prices import Prices, added_up, local_shapes, work
 from autopar.formulation.step_collectives import Message, Phase, conversion_messages, input_messages, op_messages
 from autopar.ir.conversion import CARRIED, scattered
+from autopar.ir.device import Bytes, Seconds
 from autopar.ir.layout import AWAY, I, Layout, place
-from autopar.ir.mesh import Bytes, Seconds
 from autopar.ir.program import Op
 from autopar.memory.prefetch import Node
 from autopar.memory.recompute_closure import reruns

@@ -13,7 +13,7 @@ from autopar import files
 from autopar.api import options_of
 from autopar.errors import ConstraintError, InputError, PlanError
 from autopar.integrations.generation_cache import CachedModel
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, grid, milliseconds, plain, size_text

@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autopar.ir.device import Bytes
 from autopar.ir.layout import I, Layout, State, blocks, each_split, local_shape, numbered_axes, one_digit
-from autopar.ir.mesh import Bytes
 from autopar.ir.program import Value, elements
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

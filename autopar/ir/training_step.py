@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
+from autopar.ir.device import Link
 from autopar.ir.layout import I, Layout, Shape, State
-from autopar.ir.mesh import Link
 from autopar.ir.program import Program, Value, digest
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.analysis.saved_tensors import SavedTensors
 from autopar.ir.conversion import FROM_DEVICE, beside
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.ir.program import Op
 from autopar.ir.training_step import TrainingStep
 from autopar.memory.prefetch import Node

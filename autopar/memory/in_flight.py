@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.analysis.deferrable import deferrable
 from autopar.analysis.weights import weights
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import StageMoment, TrainingStep
 

@@ -33,8 +33,8 @@ from autopar.analysis.saved_tensors import NOTHING, SavedTensors
 from autopar.analysis.view_or_copy import copied
 from autopar.cost_models.optimizers import Optimizer
 from autopar.ir.conversion import TO_DEVICE, beside
+from autopar.ir.device import Bytes
 from autopar.ir.layout import local_shape
-from autopar.ir.mesh import Bytes
 from autopar.ir.program import Op, elements
 from autopar.memory.gradients import Gradients
 from autopar.memory.in_flight import StageMemory, deferred_products, deferred_weights, moments_of

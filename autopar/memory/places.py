@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from autopar.analysis.analysis import Analysis
 from autopar.cost_models.optimizers import Optimizer
+from autopar.ir.device import Bytes
 from autopar.ir.layout import H, State, away, place
-from autopar.ir.mesh import Bytes
 from autopar.memory.recompute_closure import reruns
 from autopar.search_space.assignment import Assignment
 

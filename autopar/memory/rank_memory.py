@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.memory.in_flight import StageMemory
 from autopar.pipeline.schedule import COMPUTING, Action, ActionKind, PipelineSchedule
 

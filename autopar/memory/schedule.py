@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.analysis.weights import copies
 from autopar.ir.conversion import Conversion
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.ir.program import Op, Program
 from autopar.memory.prefetch import Node, PrefetchOrder
 from autopar.search_space.assignment import Assignment

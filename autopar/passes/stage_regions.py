@@ -22,7 +22,7 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.recomputability import is_random
 from autopar.analysis.regions import regions
 from autopar.analysis.weights import weights
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.ir.program import Op, Program, remembered
 from autopar.operators import row_of, writes
 from autopar.passes.microbatches import AHEAD

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 
 INPUT = "input:"  # before the names of arguments in `stored`
 DEVICE, OPTIMIZER, BUDGET, ACCURACY = "device", "optimizer", "budget", "accuracy"

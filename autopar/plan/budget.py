@@ -6,7 +6,8 @@ import re
 
 from autopar import files
 from autopar.errors import BudgetError
-from autopar.ir.mesh import Bytes, Mesh
+from autopar.ir.device import Bytes
+from autopar.ir.mesh import Mesh
 
 GIB = 2**30
 SHARE = 0.9  # of the device's memory, if no budget is given: the rest is for the allocator, the libraries and fragments

@@ -15,8 +15,8 @@ from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizer_instances import counted
 from autopar.cost_models.optimizers import NONE, Optimizer
 from autopar.errors import PlanError
+from autopar.ir.device import Bytes, Device
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
-from autopar.ir.mesh import Bytes, Device
 from autopar.plan.budget import byte_count
 from autopar.plan.plan import Plan
 from autopar.search_space.strategies import OTHER_NAMES

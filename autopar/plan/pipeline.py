@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.ir.training_step import StageMoment
 from autopar.pipeline.clock import Clock, PipelineTimeline, StageSeconds
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule, parse

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from autopar import files
 from autopar.errors import PlanError
+from autopar.ir.device import Bytes, Seconds, cpu_named
 from autopar.ir.dynamic_dims import Size
-from autopar.ir.mesh import Bytes, Mesh, Seconds, cpu_named
+from autopar.ir.mesh import Mesh
 from autopar.plan.breakdown import CostBreakdown
 from autopar.plan.budget import RESERVED
 from autopar.plan.check import check

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.plan.breakdown import ACCURACY, BUDGET, DEVICE, OPTIMIZER, CostParameter, SimulatedStep
 from autopar.plan.budget import RESERVED
 from autopar.plan.pipeline_tables import pipeline_tables, summary

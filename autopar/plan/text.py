@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.errors import printable
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 
 Part = str | Table  # a line, or a table
 T = TypeVar("T", bound=Hashable)

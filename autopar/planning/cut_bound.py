@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.pipeline.dependencies import made, needed
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 from autopar.solver.highs import Meaning, duals, load, run, values

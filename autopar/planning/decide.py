@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
 from autopar.planning.optimize import Optimized, Stop, solution_time, solved

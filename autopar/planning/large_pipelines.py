@@ -24,7 +24,8 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.errors import AutoparError, ConstraintError
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.device import Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import PaddingExtent

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from autopar.cost_models.catalog import system_memory
 from autopar.errors import BudgetError, ConstraintError, DiskError, MeshError
-from autopar.ir.mesh import MEMORY, Bytes, Device, Disk, Link, Mesh
+from autopar.ir.device import Bytes, Device, Disk, Link
+from autopar.ir.mesh import MEMORY, Mesh
 from autopar.plan.budget import SHARE, byte_count
 from autopar.plan.options import AUTO, DISK, HOST, Options
 from autopar.plan.plan import Plan

@@ -17,7 +17,8 @@ from dataclasses import replace
 from autopar.cost_models import catalog
 from autopar.cost_models.links import connect
 from autopar.errors import ConstraintError, MeshError
-from autopar.ir.mesh import AutoMesh, Device, Mesh
+from autopar.ir.device import Device
+from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.plan.options import AUTO, Options
 from autopar.planning.memories import with_memories
 

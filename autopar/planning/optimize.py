@@ -19,8 +19,9 @@ from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import step_time, unhidden_time
+from autopar.ir.device import Bytes, Seconds
 from autopar.ir.layout import D, H
-from autopar.ir.mesh import Bytes, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.budget import parse_bytes

@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.errors import ConstraintError
+from autopar.ir.device import Link, Seconds
 from autopar.ir.layout import I
-from autopar.ir.mesh import Link, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Parameter, Program, Value
 from autopar.ir.training_step import MicrobatchLoop, TrainingStep
 from autopar.passes.stage_regions import fine_starts, passing_bytes

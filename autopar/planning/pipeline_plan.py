@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import BudgetError
-from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
+from autopar.ir.device import Bytes, Link, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import elements
 from autopar.memory.rank_memory import rank_peaks
 from autopar.passes.stages import shared_parameters

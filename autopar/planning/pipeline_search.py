@@ -21,8 +21,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import declared
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.microbatches import counts
 from autopar.plan.options import AUTO, Options

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.cost_model import CATALOG
 from autopar.cost_models.links import connect
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.device import Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.named_schedules import AHEAD, DEFERRED

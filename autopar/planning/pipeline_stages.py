@@ -28,7 +28,8 @@ from autopar.analysis.summed_gradients import with_sums
 from autopar.analysis.weights import weights
 from autopar.errors import ConstraintError, MeshError
 from autopar.formulation.prices import Prices, op_seconds
-from autopar.ir.mesh import Device, Link, Mesh, Seconds
+from autopar.ir.device import Device, Link, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.stage_regions import fine_starts, made_again, passing_bytes, stage_starts

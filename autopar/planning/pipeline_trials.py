@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.device import Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import PaddingExtent, padded

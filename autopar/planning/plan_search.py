@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from autopar import files
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
-from autopar.ir.mesh import Mesh, Seconds
+from autopar.ir.device import Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches

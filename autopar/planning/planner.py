@@ -23,8 +23,9 @@ from autopar.formulation.prices import Prices
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import hidden_time, step_events
+from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import InputDim, Size, declared
-from autopar.ir.mesh import AutoMesh, Mesh, Seconds
+from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.ir.program import Program
 from autopar.passes import normalise
 from autopar.passes.broadcast_attention import grouped

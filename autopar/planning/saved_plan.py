@@ -15,7 +15,8 @@ from torch import nn
 from autopar.analysis.analysis import analyse
 from autopar.errors import ConstraintError, MeshError, PlanError
 from autopar.formulation.read_solution import NoSolutionError, solution_of
-from autopar.ir.mesh import Device, Mesh
+from autopar.ir.device import Device
+from autopar.ir.mesh import Mesh
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan

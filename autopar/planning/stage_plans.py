@@ -31,8 +31,9 @@ from autopar.analysis.deferrable import deferrable
 from autopar.errors import BudgetError
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import StepPrices, parts_of_step, step_events
+from autopar.ir.device import Bytes, Link, Seconds
 from autopar.ir.layout import Layout, text
-from autopar.ir.mesh import Bytes, Link, Mesh, Seconds
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.training_step import StageMoment, TrainingStep
 from autopar.memory.in_flight import StageMemory

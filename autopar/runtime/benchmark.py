@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.ir.program import Argument, Ref, overload
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.custom_ops import Operators

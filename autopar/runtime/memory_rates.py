@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 
 from autopar.errors import DiskError
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.runtime.disk import CHUNK
 
 COPIED = tuple(1 << power for power in (20, 24, 28))  # bytes of the copies between host and device

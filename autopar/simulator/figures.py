@@ -13,7 +13,7 @@ from autopar.analysis.analysis import Analysis
 from autopar.cost_models.compute import pricer
 from autopar.formulation.prices import local_shapes, work
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.mesh import Device, Seconds
+from autopar.ir.device import Device, Seconds
 from autopar.ir.program import Op, Program
 from autopar.memory.recompute_closure import reruns
 from autopar.plan.breakdown import KernelGroup, SimulatedStep

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.formulation.step_time import StepEvent, StepPrices, step_events
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.memory.liveness import Liveness
 from autopar.memory.prefetch import Node
 from autopar.memory.rematerialization import HostFetch, Rematerialization

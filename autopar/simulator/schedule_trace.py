@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.pipeline.clock import PipelineTimeline, TimedAction
 from autopar.pipeline.schedule import ActionKind
 from autopar.simulator.trace import COMPUTING, Event, row_name, slice_of

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.formulation.step_collectives import Message
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

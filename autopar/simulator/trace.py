@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.simulator.timeline import Interval, Timeline
 
 COMPUTING = "computing"

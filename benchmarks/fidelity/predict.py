@@ -21,7 +21,7 @@ import torch
 import autopar
 from autopar.cost_models import catalog
 from autopar.cost_models.kernel_rates import MEGATRON_SOFTMAX, MPT_TRITON
-from autopar.ir.mesh import Bytes, Device, Seconds
+from autopar.ir.device import Bytes, Device, Seconds
 from benchmarks.fidelity.models import Decoder, Recompute
 from benchmarks.fidelity.tables import Run
 

@@ -15,7 +15,7 @@ import torch
 
 from autopar.cost_models.fidelity import ONE_NODE, SEVERAL_NODES
 from autopar.errors import AutoparError
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from benchmarks.fidelity.models import Decoder, Recompute
 
 MEASURED = Path(__file__).parents[1] / "measured"

@@ -20,8 +20,9 @@ from autopar.cost_models.compute import pricer
 from autopar.errors import BudgetError
 from autopar.formulation.formulate import formulate
 from autopar.formulation.read_solution import solution_of
+from autopar.ir.device import Device
 from autopar.ir.layout import local_shape
-from autopar.ir.mesh import Device, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import elements
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit, row_of

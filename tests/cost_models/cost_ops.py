@@ -9,7 +9,7 @@ import torch
 
 from autopar.analysis.saved_tensors import SavedTensors, saved
 from autopar.cost_models.compute import Pricer, pricer
-from autopar.ir.mesh import Device
+from autopar.ir.device import Device
 from autopar.ir.program import Argument, Op, Ref, Value, filled, overload
 
 Shape = tuple[int, ...]

@@ -10,7 +10,7 @@ from autopar.cost_models.board_power import BOARD_POWER
 from autopar.cost_models.catalog import DEVICES, DTYPES, GIB, LAUNCH_SOURCE, cpu, device, recognise
 from autopar.cost_models.links import LINKS
 from autopar.errors import MeshError
-from autopar.ir.mesh import Device
+from autopar.ir.device import Device
 
 NAMES = (
     *("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "l4", "l40s", "t4"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopar.cost_models.collectives import messages, seconds
 from autopar.cost_models.links import LINKS
 from autopar.ir.conversion import COLLECTIVES
-from autopar.ir.mesh import Link
+from autopar.ir.device import Link
 
 LINK = LINKS["nvlink4"]
 

@@ -17,7 +17,7 @@ from autopar.cost_models.links import LINKS
 from autopar.cost_models.optimizers import OPTIMIZERS
 from autopar.cost_models.profile_file import measured_link
 from autopar.ir.conversion import COLLECTIVES
-from autopar.ir.mesh import Device, Link
+from autopar.ir.device import Device, Link
 
 MEASURED = measured_link(4, dict.fromkeys(COLLECTIVES, (3e-05, 2e-10)), "made up")
 

@@ -19,7 +19,7 @@ from autopar.cost_models.kernel_rates import reached
 from autopar.cost_models.optimizers import optimizer
 from autopar.cost_models.profile_file import load, save
 from autopar.errors import MeshError
-from autopar.ir.mesh import Device, Disk, Link
+from autopar.ir.device import Device, Disk, Link
 from autopar.profile import gpu_device, gpu_kernels, main
 from autopar.runtime import benchmark
 from autopar.runtime.benchmark import KINDS, Job, Times

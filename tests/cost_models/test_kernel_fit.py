@@ -22,8 +22,8 @@ from autopar.cost_models.kernel_fit import (
 from autopar.cost_models.kernel_profile import Kernel, fitted, probes
 from autopar.cost_models.kernel_rates import reached
 from autopar.errors import MeshError
+from autopar.ir.device import Device
 from autopar.ir.kernel_rates import AttentionRate, ProductRate
-from autopar.ir.mesh import Device
 from autopar.operators.flops import ProductSizes
 from tests.cost_models.cost_ops import Built, op, x
 

@@ -16,8 +16,8 @@ from autopar.cost_models import catalog
 from autopar.cost_models.kernel_rates import reached
 from autopar.cost_models.kernels import at_head_dim, attention_seconds, products_seconds
 from autopar.errors import MeshError
+from autopar.ir.device import Device
 from autopar.ir.kernel_rates import AttentionRate, ProductRate
-from autopar.ir.mesh import Device
 from autopar.operators.flops import Product, ProductSizes
 from benchmarks import kernels
 from tests.cost_models.cost_ops import Built, op, x

@@ -11,8 +11,9 @@ import pytest
 from autopar.cost_models.catalog import DEVICES, cpu
 from autopar.cost_models.links import LINKS, connect, groups, merged
 from autopar.errors import MeshError
+from autopar.ir.device import Device, Link
 from autopar.ir.layout import numbered_axes
-from autopar.ir.mesh import Device, Link, Mesh
+from autopar.ir.mesh import Mesh
 
 H100 = DEVICES["h100"]
 

@@ -14,7 +14,8 @@ from autopar.cost_models.catalog import DEVICES
 from autopar.cost_models.collectives import BASE, LOSS, TREE, RankGroup, nccl, seconds
 from autopar.cost_models.links import LINKS, NETWORK_HOP, NVLINK_HOP, connect
 from autopar.ir.conversion import COLLECTIVES
-from autopar.ir.mesh import Link, Mesh
+from autopar.ir.device import Link
+from autopar.ir.mesh import Mesh
 
 MIB, GIB = 2**20, 2**30
 A100, H100 = DEVICES["a100-80gb"], DEVICES["h100"]

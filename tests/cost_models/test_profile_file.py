@@ -22,7 +22,8 @@ from autopar.cost_models.kernel_profile import Kernel
 from autopar.cost_models.links import connect
 from autopar.cost_models.profile_file import load, measured_link, save
 from autopar.errors import DiskError, MeshError
-from autopar.ir.mesh import Device, Disk, Link, Mesh
+from autopar.ir.device import Device, Disk, Link
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Ref, Value
 from autopar.profile import Noise, main, timed_call
 from autopar.runtime import benchmark, memory_rates

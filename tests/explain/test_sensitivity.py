@@ -15,7 +15,8 @@ from autopar.cost_models.scaled import ScaledCostModel
 from autopar.errors import MeshError
 from autopar.explain import main
 from autopar.explain.sensitivity import Sensitivity, sensitivity, sensitivity_parts
-from autopar.ir.mesh import Link, Mesh
+from autopar.ir.device import Link
+from autopar.ir.mesh import Mesh
 from autopar.plan.options import Options
 from autopar.plan.text import plain
 from autopar.planning.planner import Planned, make_plan

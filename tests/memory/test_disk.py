@@ -16,7 +16,7 @@ from torch import nn
 import autopar
 from autopar.errors import BudgetError, DiskError, InputError
 from autopar.explain.report import memory
-from autopar.ir.mesh import Device, Disk
+from autopar.ir.device import Device, Disk
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain

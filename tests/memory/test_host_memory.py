@@ -18,7 +18,7 @@ from autopar.errors import BudgetError, PlanError
 from autopar.explain.energy import energy_of
 from autopar.explain.report import memory
 from autopar.ir.conversion import COPIES
-from autopar.ir.mesh import Device
+from autopar.ir.device import Device
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.runtime.memory_tracker import MemoryTracker

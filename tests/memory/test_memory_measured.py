@@ -11,7 +11,7 @@ import torch
 import autopar
 from autopar.cost_models import catalog
 from autopar.explain.report import memory
-from autopar.ir.mesh import Link
+from autopar.ir.device import Link
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain

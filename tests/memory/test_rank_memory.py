@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from autopar.ir.mesh import Bytes
+from autopar.ir.device import Bytes
 from autopar.memory.in_flight import StageMemory
 from autopar.memory.rank_memory import HeldStage, rank_peaks
 from autopar.pipeline.clock import StageSeconds

@@ -15,7 +15,8 @@ import autopar
 from autopar.errors import AutoparError, BudgetError, ConstraintError, MeshError
 from autopar.explain.command import main
 from autopar.explain.explanation import Explanation, explain
-from autopar.ir.mesh import Device, Mesh
+from autopar.ir.device import Device
+from autopar.ir.mesh import Mesh
 from autopar.planning.mesh_shapes import shapes
 from tests.planning.test_pipeline_search import network
 from tests.support import models

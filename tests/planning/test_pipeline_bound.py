@@ -14,7 +14,7 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError, BudgetError
-from autopar.ir.mesh import Link
+from autopar.ir.device import Link
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches

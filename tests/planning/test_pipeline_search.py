@@ -17,7 +17,8 @@ from torch import nn
 
 from autopar.cost_models import catalog
 from autopar.errors import AutoparError, BudgetError, ConstraintError, PlanError
-from autopar.ir.mesh import Device, Mesh
+from autopar.ir.device import Device
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.named_schedules import named

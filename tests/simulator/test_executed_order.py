@@ -13,7 +13,7 @@ from autopar.cost_models import catalog
 from autopar.cost_models.optimizers import OPTIMIZERS
 from autopar.formulation.prices import Prices
 from autopar.formulation.step_time import StepPrices
-from autopar.ir.mesh import Link
+from autopar.ir.device import Link
 from autopar.memory.liveness import Liveness
 from autopar.parallelize import assemble, tensors_of
 from autopar.plan.options import Options

@@ -13,8 +13,8 @@ from autopar.cost_models import catalog
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_collectives import messages
 from autopar.formulation.step_time import StepPrices, step_events, step_time
+from autopar.ir.device import Link
 from autopar.ir.layout import numbered_axes
-from autopar.ir.mesh import Link
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.planning.optimize import Optimized, analysed, solved

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.simulator.timeline import Await, Computation, Instruction, Issue, Timeline, Transfer, simulate
 
 AXES = ("dp", "tp", "host")

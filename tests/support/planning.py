@@ -17,7 +17,8 @@ from torch import nn
 from autopar.capture import Captured
 from autopar.cost_models import catalog
 from autopar.errors import BudgetError
-from autopar.ir.mesh import Device, Link, Mesh
+from autopar.ir.device import Device, Link
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output
 from autopar.plan.options import Options
 from autopar.plan.plan import Collective, Plan

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import autopar
 from autopar.cost_models import catalog
-from autopar.ir.mesh import Link, Mesh
+from autopar.ir.device import Link
+from autopar.ir.mesh import Mesh
 from autopar.plan.options import Options
 from autopar.runtime.workers import WorkerPool
 from autopar.verify.report import Report

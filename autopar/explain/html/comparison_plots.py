@@ -12,7 +12,7 @@ from autopar.explain.comparison import Compared
 from autopar.explain.html.palette import BLUE, GREEN, GREY, ORANGE, VERMILION
 from autopar.explain.html.plots import PlotItem, blank, legend_below
 from autopar.explain.scaling import ScalingStep
-from autopar.ir.mesh import Seconds
+from autopar.ir.device import Seconds
 from autopar.plan.text import joined, milliseconds, size_text
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.mesh import Bytes, Seconds
+from autopar.ir.device import Bytes, Seconds
 from autopar.pipeline.clock import PipelineTimeline
 from autopar.plan.text import folded, wild
 from autopar.simulator.schedule_trace import KINDS
