@@ -67,13 +67,14 @@ def wide(problem: Problem, dual: DualBound, settings: SearchSettings, cutoff: fl
     return _up_to((1 + settings.core_windows[-1]) * dual.bound, whole_problem(problem), dual, settings, cutoff)
 
 
-def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) -> Core | None:
+def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf, *, dual: DualBound | None = None) -> Core | None:
     """A core that holds every solution that is cheaper than one that is known, or than the cutoff in seconds; None if none is
     below the cutoff. At the deadline the last core that rounds to a solution, though it may not hold all that are cheaper.
+    `dual` is the bound by messages, where that is known.
 
     Raises TimeLimitError if the deadline comes before there is one.
     """
-    dual, everything = dual_ascent(problem, settings), whole_problem(problem)
+    dual, everything = dual or dual_ascent(problem, settings), whole_problem(problem)
     if dual.bound >= cutoff:
         return None
     found = _smallest(problem, dual, everything, settings, cutoff)

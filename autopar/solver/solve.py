@@ -34,6 +34,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.solver.core import Core, core, whole, wide
+from autopar.solver.dual_ascent import DualBound, dual_ascent
 from autopar.solver.highs import TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.lazy_rows import Judge, LazyRows
@@ -69,6 +70,7 @@ class Solver:
 
     def __init__(self, problem: Problem, settings: SearchSettings = DEFAULTS) -> None:
         self.settings, self._presolved = settings, merge_followers(problem, settings)
+        self._dual: DualBound | None = None  # by messages, where that was asked for alone
         self._core: Core | None = None  # where nothing binds
         self._base: Core | None = None  # where rows bind
         self._bounded: tuple[Search, float] | None = None  # a wide window with the rows that bind, and its bound
@@ -121,9 +123,14 @@ class Solver:
         return presolved.expand(replace(found, seconds=seconds).bounded(best.bound, settings.equal_price))
 
     def none_below(self, cutoff: float, judge: Judge) -> bool:
-        """Whether it is proven that no solution which every row allows costs less than `cutoff` seconds: by the bound without
-        rows, or by a relaxation of all that is cheaper, with the rows that a judge has of the cheapest solution."""
+        """Whether it is proven that no solution which every row allows costs less than `cutoff` seconds: by the bound by
+        messages, by that without rows, or by a relaxation of all that is cheaper, with the rows that a judge has of the
+        cheapest solution."""
         presolved, settings = self._presolved, self.settings
+        if self._core is None:
+            self._dual = dual_ascent(presolved.problem, settings)
+            if self._dual.bound >= cutoff:
+                return True
         bound, first = self.bound, self._core
         if first is None or first.relaxed.result is None or bound >= cutoff:
             return bound >= cutoff
@@ -142,12 +149,12 @@ class Solver:
     @property
     def bound(self) -> float:
         """Seconds that every solution takes, whatever rows there are: by the relaxation from which `solve` starts."""
-        self._core = self._core or core(self._presolved.problem, self.settings)
+        self._core = self._core or core(self._presolved.problem, self.settings, dual=self._dual)
         return math.inf if self._core is None else self._core.bound
 
     def _without_rows(self, memory: LazyRows, cutoff: float) -> Outcome | None:
         """The cheapest solution; None if that of the relaxation holds too much, so that there are rows now."""
-        found = self._core or core(self._presolved.problem, self.settings, cutoff)
+        found = self._core or core(self._presolved.problem, self.settings, cutoff, dual=self._dual)
         if found is None:
             return Outcome(solution=None, bound=cutoff)
         if cutoff == math.inf:
