@@ -208,6 +208,8 @@ class _Builder:
         self.pipeline: Pipeline = found.plan.pipeline
         self.axis = context.axis(self.pipeline.axis)
         self.stage_context = _without(context, self.pipeline.axis)
+        for axis in sorted(set[int]().union(*(one.assignment.axes for one in found.resolved))):
+            self.stage_context.over(self.stage_context.mesh.axes_over(axis))  # now: some ranks emit no code over it
         self.rank, self.layouts = rank or self._rank(), stored_by_rank(found)
         self.mine = [stage for stage, rank in sorted(self.pipeline.order.rank_of.items()) if rank == self.axis.index]
 

@@ -115,7 +115,7 @@ class _Emitter:
             node = self.graph.placeholder(identifier(value.name))
             node.target = node.name  # fx has renamed one that would hide a global of the code, like torch
             self.values[value.name, self.received.get(value.name, (I,) * len(self.sizes))] = node
-        numbers = {*range(len(self.sizes)), *(step.axis for steps in self.assignment.routes.values() for step in steps)}
+        numbers = {*range(len(self.sizes)), *self.assignment.axes}
         over = {number: self.context.over(self.context.mesh.axes_over(number)) for number in sorted(numbers)}
         names = axis_names(self.context)
         self.axes = {number: self._state(f"axes.{names[axis.name]}") for number, axis in over.items()}

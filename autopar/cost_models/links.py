@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cost_models.collectives import RankGroup, nccl
@@ -133,9 +134,10 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
 
 
 def _flattened(mesh: Mesh) -> list[tuple[int, ...]]:
-    """The adjacent axes over which messages may go at once, of those of more than one device each; names stay different."""
+    """The adjacent axes over which messages may go at once, of more than one device each; their names are no others'."""
     runs = [axes for axes in numbered_axes(len(mesh.sizes))[len(mesh.sizes) :] if all(mesh.sizes[axis] > 1 for axis in axes)]
-    return [axes for axes in runs if mesh.name_of(axes) not in mesh.axes] if mesh.ascending else []
+    names = Counter([*mesh.axes, *map(mesh.name_of, runs)])
+    return [axes for axes in runs if names[mesh.name_of(axes)] == 1] if mesh.ascending else []
 
 
 def groups(mesh: Mesh, per_node: int, axes: Sequence[tuple[int, ...]]) -> Iterator[RankGroup]:

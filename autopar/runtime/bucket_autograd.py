@@ -83,6 +83,9 @@ def wait_bucket(
     positions = [SplitPosition(*split) for split in splits] if splits else [SplitPosition()] * len(bucket.weights)
     if torch.compiler.is_compiling():
         with kept(rematerializer is None):
+            if not any(weight.requires_grad for weight in bucket.weights):  # Dynamo traces no function without gradients
+                gathered = _issue(forward, bucket.weights, axis)
+                return list(_values(forward, bucket.weights, gathered, axis, positions))
             return list(_Traced.apply(forward, backward, axis, positions, bucket.reduce_dtype, *bucket.weights))  # type: ignore[no-untyped-call]
     tensors = (*bucket.proxies, *bucket.weights, *bucket.buffers)
     values = list(_Wait.apply(forward, backward, axis, positions, *tensors))  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ class Axis:
 
 
 class FlattenedAxes:
-    """Several axes as one: the process group of its ranks is made when code is first emitted over it, which all of them do.
+    """Several axes as one: their process groups are made when code is first emitted over them, which all ranks do together.
 
     Args:
         name_of: the name of some axes as one.
@@ -50,15 +50,21 @@ class FlattenedAxes:
         self.made: dict[tuple[int, ...], Axis] = {}
 
     def __call__(self, places: tuple[int, ...]) -> Axis:
-        """The axis that several make, or the one itself; ranks in it are in the mesh's order."""
+        """The axis that several make, or the one itself; ranks in it are in the mesh's order.
+
+        Raises MeshError if another axis has its name, by which emitted code finds it.
+        """
         if len(places) == 1:
             return self._axes[places[0]]
         if places not in self.made:
-            index = 0
+            index, name = 0, self._name_of(places)
+            if any(axis.name == name for axis in (*self._axes, *self.made.values())):
+                what = f"the plan sends messages over several axes at once that are called {name!r}, as others are"
+                raise MeshError(what, fix="other names of the mesh's axes")
             for axis in (self._axes[place] for place in places):
                 index = index * axis.size + axis.index
             size = math.prod(self._axes[place].size for place in places)
-            self.made[places] = Axis(name=self._name_of(places), size=size, index=index, group=self._group(places))
+            self.made[places] = Axis(name=name, size=size, index=index, group=self._group(places))
         return self.made[places]
 
 
@@ -105,7 +111,8 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         device_mesh: an existing mesh of these devices, whose process groups are used if it has these axes.
 
     Raises:
-        MeshError: the size of the mesh is not the number of processes, or this one has no GPU.
+        MeshError: the size of the mesh is not the number of processes, this one has no GPU, or the ranks of `device_mesh` have
+            another order along one row of an axis than along the next.
     """
     kind = device_mesh.device_type if device_mesh else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.size == 1 and device_mesh is None:
@@ -121,6 +128,7 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
     grid = device_mesh or init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)
     if tuple(grid.shape) != mesh.sizes:
         grid = DeviceMesh(kind, grid.mesh.reshape(mesh.sizes), mesh_dim_names=mesh.axes)
+    grid = _ascending(grid)
     axes = tuple(_axis(mesh, grid, place) for place in range(len(mesh.sizes)))
     listen()
     over = FlattenedAxes(mesh.name_of, axes, functools.partial(_flattened_group, grid))
@@ -132,18 +140,46 @@ def without_processes(mesh: Mesh, axes: tuple[Axis, ...], device: torch.device) 
     return Context(mesh=mesh, device_mesh=None, axes=axes, over=FlattenedAxes(mesh.name_of, axes, mesh.name_of), device=device)
 
 
-def _flattened_group(grid: DeviceMesh, places: tuple[int, ...]) -> str:
-    """A process group of the ranks that differ from this one in these places of the mesh only; they make it together.
+def _ascending(grid: DeviceMesh) -> DeviceMesh:
+    """The mesh of the same process groups along which ranks ascend: there a rank's coordinates, by which torch's checkpoints
+    go, are its places in the groups, by which collectives go.
 
-    Raises MeshError if they do not ascend in the mesh's order: a process group's do.
+    Raises MeshError if there is none.
     """
-    here = grid.get_coordinate()
-    assert here is not None, "this rank is in the mesh"
-    ranks = grid.mesh[tuple(slice(None) if place in places else at for place, at in enumerate(here))].flatten().tolist()
-    if ranks != sorted(ranks):
-        what = f"the plan sends messages over several axes at once, and the ranks {ranks} there do not ascend"
-        raise MeshError(what, fix="a plan made for this mesh, or ranks in ascending order")
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    ranks = ordered = grid.mesh
+    for place in range(ranks.dim()):
+        ordered = ordered.sort(dim=place).values
+    if ordered.equal(ranks):
+        return grid
+    for place in range(ranks.dim()):
+        before, after = (sorted(map(sorted, _groups(one, (place,)))) for one in (ranks, ordered))
+        if before != after:
+            what = f"the ranks {ranks.tolist()} stand in another order along one row of an axis than along the next"
+            raise MeshError(what, fix="a DeviceMesh whose ranks ascend along each axis, such as that of init_device_mesh")
+    return DeviceMesh(grid.device_type, ordered, mesh_dim_names=grid.mesh_dim_names)
+
+
+def _groups(ranks: torch.Tensor, places: tuple[int, ...]) -> list[list[int]]:
+    """The ranks that differ in these places of the mesh only, of all of it."""
+    rows = ranks.movedim(places, tuple(range(-len(places), 0))).flatten(start_dim=-len(places))
+    return [row.tolist() for row in rows.flatten(end_dim=-2).unbind()] if rows.dim() > 1 else [rows.tolist()]
+
+
+def _flattened_group(grid: DeviceMesh, places: tuple[int, ...]) -> str:
+    """A process group of the ranks that differ from this one in these places of the mesh only.
+
+    All ranks of the mesh make all such groups together: torch names a group that its own ranks make alone by how many others
+    each is in, and ranks of which one is in more wait for each other for ever.
+
+    Raises MeshError, on every rank, if any do not ascend in the mesh's order: a process group's do.
+    """
+    groups = _groups(grid.mesh, places)
+    for ranks in groups:
+        if ranks != sorted(ranks):
+            what = f"the plan sends messages over several axes at once, and the ranks {ranks} there do not ascend"
+            raise MeshError(what, fix="a plan made for this mesh, or ranks in ascending order")
+    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    assert group is not None, "this rank is in the mesh"
     return str(group.group_name)
 
 

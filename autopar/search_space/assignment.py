@@ -45,6 +45,11 @@ class Assignment:
     recompute: RecomputeChoice = RecomputeChoice()
     once: bool = False
 
+    @property
+    def axes(self) -> set[int]:
+        """The numbers of the axes, of the mesh or flattened, on which values are converted."""
+        return {step.axis for steps in self.routes.values() for step in steps}
+
     def produced(self, value: str, program: Program) -> Layout:
         """The layout in which a value comes from its producer."""
         op = program.producer.get(value)

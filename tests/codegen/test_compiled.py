@@ -35,6 +35,7 @@ PARTED_REST: list[tuple[Asked, int]] = [
 ]
 SAMPLED: list[Asked] = [
     ("llama", {"strategy": "megatron", "recompute": "blocks"}, "aot_eager"),  # its attention could draw, and does not
+    ("frozen", {"strategy": "fsdp"}, "aot_eager"),  # a bucket of whose weights none has a gradient
 ]
 REST: list[Asked] = [
     *((name, {"strategy": how}, "aot_eager") for name in models.MODELS for how in ("ddp", "fsdp", "megatron", "auto")),
@@ -68,8 +69,16 @@ class Blocks(nn.Module):
         return {"loss": x.square().mean()}
 
 
+class Frozen(Small):
+    """A block of which the first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
 def make(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    own = {"small": Small, "blocks": Blocks}
+    own = {"small": Small, "blocks": Blocks, "frozen": Frozen}
     if name not in own:
         return models.make(name)
     torch.manual_seed(0)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,8 +18,10 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import InputError, MeshError
+from autopar.ir.mesh import Mesh
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import Axis, FlattenedAxes, _flattened_group
 from tests.support import models
 
 MESH = (2,)
@@ -196,7 +201,7 @@ def test_axes_that_were_merged_run_on_the_mesh_that_was_given(pool: WorkerPool) 
     pool.run(f"{__name__}:on_merged_axes", ranks=4)
 
 
-def on_ranks_in_any_order(_: None) -> None:
+def on_ranks_in_any_order(folder: str) -> None:
     model, x = odd()
     expected = called(model.eval(), x)
     for ranks, together in (([[0, 1], [2, 3]], True), ([[3, 1], [2, 0]], False)):
@@ -205,14 +210,53 @@ def on_ranks_in_any_order(_: None) -> None:
         assert parallel.autopar.plan is not None
         assert ("a_b" in {sent.axis for sent in parallel.autopar.plan.collectives}) == together
         torch.testing.assert_close(called(parallel, x), expected)
+        checkpoint.save(parallel.state_dict(), checkpoint_id=f"{folder}/{together}")
+        held = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        checkpoint.load(held, checkpoint_id=f"{folder}/{together}")
+        torch.testing.assert_close(held, dict(model.state_dict()), rtol=0, atol=0)
     made = autopar.plan(model, x, {"a": 2, "b": 2}, device="h100", strategy="fsdp")
-    with pytest.raises(MeshError, match=r"ranks \[3, 1, 2, 0\] there do not ascend"):
+    with pytest.raises(MeshError, match=r"ranks \[0, 2, 1, 3\] there do not ascend"):
         parallel_of(model, x, DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("a", "b")), plan=made)
 
+    with pytest.raises(MeshError, match=r"\[\[0, 1\], \[3, 2\]\] stand in another order along one row"):
+        parallel_of(model, x, DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("a", "b")), strategy="fsdp")
 
-def test_ranks_of_a_device_mesh_that_do_not_ascend_send_over_one_axis_each(pool: WorkerPool) -> None:
-    """A process group has its ranks in ascending order, whatever that of the mesh."""
-    pool.run(f"{__name__}:on_ranks_in_any_order", ranks=4)
+
+def test_ranks_of_a_device_mesh_that_do_not_ascend_send_over_one_axis_each(pool: WorkerPool, tmp_path: Path) -> None:
+    """A process group has its ranks in ascending order, whatever that of the mesh; torch's checkpoints go by the mesh's."""
+    pool.run(f"{__name__}:on_ranks_in_any_order", str(tmp_path), ranks=4)
+
+
+def in_groups_of_its_own(_: None) -> None:
+    model, x = odd()
+    expected = called(model.eval(), x)
+    own = dist.new_group([0])
+    parallel = parallel_of(model, x, {"a": 2, "b": 2}, strategy="fsdp")
+    assert parallel.autopar.plan is not None
+    assert "a_b" in {sent.axis for sent in parallel.autopar.plan.collectives}
+    torch.testing.assert_close(called(parallel, x), expected)
+    if isinstance(own, dist.ProcessGroup):
+        dist.destroy_process_group(own)
+
+
+def test_ranks_may_be_in_different_numbers_of_process_groups(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:in_groups_of_its_own", ranks=4, timeout=120)
+
+
+def test_all_ranks_refuse_several_axes_over_which_some_do_not_ascend() -> None:
+    grid: Any = SimpleNamespace(mesh=torch.tensor([[[0, 1], [2, 3]], [[4, 6], [5, 7]]]))
+    with pytest.raises(MeshError, match=r"ranks \[4, 6, 5, 7\] there do not ascend"):
+        _flattened_group(grid, (1, 2))
+
+
+def test_axes_of_one_name_are_refused() -> None:
+    mesh = Mesh(axes=("x_y", "x", "y_x"), sizes=(2, 2, 2))
+    axes = [Axis(name=name, size=2, index=0, group="") for name in mesh.axes]
+    over = FlattenedAxes(mesh.name_of, axes, lambda places: "")
+    assert over((0, 1)).name == "x_y_x"
+    with pytest.raises(MeshError, match="called 'x_y_x', as others are"):
+        over((1, 2))
+    assert over((0, 1)).size == 4
 
 
 def seeded_by_rank(_: None) -> list[torch.Tensor]:

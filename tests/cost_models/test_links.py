@@ -154,3 +154,10 @@ def test_axes_stay_where_a_profile_knows_no_groups_of_all_their_devices() -> Non
 )
 def test_a_mesh_of_other_axes_merges_nothing(axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     assert not Mesh(axes=axes, sizes=sizes).merges(Mesh.of({"a": 2, "b": 2, "c": 2}))
+
+
+def test_axes_that_would_share_a_name_are_not_flattened() -> None:
+    found = connect(Mesh(axes=("x_y", "x", "y_x"), sizes=(2, 2, 2)), H100)
+    assert [axes for axes, _ in found.flattened] == [(0, 1, 2)]
+    others = connect(Mesh(axes=("a", "a_b", "b"), sizes=(2, 2, 2)), H100)
+    assert [axes for axes, _ in others.flattened] == [(0, 1), (0, 1, 2), (1, 2)]
