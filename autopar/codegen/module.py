@@ -7,7 +7,6 @@ the planned one, and its results have the structure of the original's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,29 +15,21 @@ from torch import fx, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
-from autopar.capture.returned import ReturnSpec
 from autopar.codegen.call_checks import aspects_of, check_gradients, checked_call, on_meta
-from autopar.codegen.compiled import Untraced, around, compiling, eager, inductor_options, recomputes, shared_weights, traceable
-from autopar.codegen.graph_module import GraphModule
+from autopar.codegen.compiled import around, eager, inductor_options, recomputes, shared_weights, traceable
 from autopar.codegen.module_state import ModuleState
-from autopar.codegen.profiled import ProfiledRun
+from autopar.codegen.program_module import ProgramModule
 from autopar.codegen.variants import combinations
 from autopar.errors import InputError
 from autopar.ir.program import Program
-from autopar.runtime.call_agreement import CallAgreement
-from autopar.runtime.first_message import runs_eagerly
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
-from autopar.runtime.profiler_ranges import profiling
-from autopar.runtime.rematerialize.policy import recomputing
-from autopar.runtime.storage import full_tensor, given_like, to_dtensor, to_local, with_dtype
+from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype
 from autopar.runtime.streamed_load import fill
 
 
-class ParallelModule(GraphModule):
+class ParallelModule(ProgramModule):
     """One rank's part of a parallel model, built by `autopar.parallelize`. The attribute `autopar` has everything of ours."""
-
-    autopar: ModuleState
 
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(graph, "ParallelModule")
@@ -286,97 +277,6 @@ class ParallelModule(GraphModule):
             self.autopar.decided.check(self.local_buffers)
         return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)
 
-    @around
-    def _accumulate(
-        self,
-        inputs: Sequence[torch.Tensor],
-        loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
-        agreement: CallAgreement,
-    ) -> None:
-        parts, accumulator = self._parts(inputs), self.autopar.accumulator
-        with Untraced(accumulator.step):
-            if self.autopar.shared_weights is not None and compiling():
-                self._share_weights()
-            for part in parts:
-                with Untraced(nullcontext if part is parts[-1] else accumulator.no_sync):
-                    self._differentiate(self._checked(part), loss, agreement)
-
-    @eager
-    def _differentiate(
-        self,
-        outputs: Sequence[torch.Tensor],
-        loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
-        agreement: CallAgreement,
-    ) -> None:
-        """The backward of one micro-batch."""
-        found = loss(outputs)
-        agreement.settle()
-        self.autopar.accumulator.hand_over()
-        if found is not None:
-            found.backward()  # type: ignore[no-untyped-call]
-
-    @eager
-    def _share_weights(self) -> None:
-        """Make what all micro-batches of this step read, before the first of them is traced."""
-        with self.autopar.accumulator.no_sync():
-            fx.Interpreter(self, graph=self.autopar.shared_weights).run()
-
-    @around
-    def _outputs(self, inputs: Sequence[torch.Tensor], agreement: CallAgreement) -> list[torch.Tensor | None]:
-        outputs = [*map(self._checked, self._parts(inputs))]
-        agreement.settle()
-        return self.joined(outputs)
-
-    @eager
-    def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """The outputs of all micro-batches joined, as the user gets them; None of those that were not kept."""
-        steps, state = self.autopar.steps, self.autopar
-        return [
-            to_dtensor(result, output.shape, output.layout, state.context) if output.split and result is not None else result
-            for result, output in zip(steps.join(outputs) if steps else outputs[0], state.outputs, strict=True)
-        ]
-
-    @eager
-    def _parts(self, inputs: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """The inputs, one sequence for each micro-batch."""
-        if self.autopar.steps is None:
-            return [inputs]
-        paths = [planned.path for planned in self.autopar.signature.tensors]
-        return [*self.autopar.steps.parts(self, inputs, lambda n, part: self.autopar.inputs.whole(paths[n], part))]
-
-    @around
-    def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward of one micro-batch, in which what was assumed holds."""
-        outputs = self._once(inputs)
-        if self.autopar.signature.returned.assumed:
-            _check(self.autopar.signature.returned, outputs)
-        return outputs
-
-    @around
-    def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward of one micro-batch: this rank's part of the outputs."""
-        self.autopar.rng_state.advance()
-        program = self.autopar.compiled_program or self._program
-        found: list[torch.Tensor] = program(inputs) if self.autopar.traceable else self._untraced(inputs)
-        return found
-
-    @eager
-    def _untraced(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._program(inputs)
-
-    def _program(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The emitted program, which is what `torch.compile` traces, and its backward, which may recompute."""
-        if not (self.autopar.recomputes and torch.is_grad_enabled()):
-            return self._emitted(inputs)
-        if torch.compiler.is_compiling():
-            return list(recomputing(self.emitted, *inputs))
-        with self.autopar.rematerializer.active():
-            return self._emitted(inputs)
-
-    def _emitted(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        runs_eagerly()
-        return list(ProfiledRun(self).outputs(inputs) if profiling() else self.emitted(*inputs))
-
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
         """The module for the present mode and the inputs' sizes, over the same parameters; often this one."""
         state = self.autopar
@@ -405,9 +305,3 @@ class ParallelModule(GraphModule):
 def _alike(given: object, stored: torch.Tensor) -> bool:
     """Whether what was given for a stored tensor is a tensor of its shape."""
     return isinstance(given, torch.Tensor) and given.shape == stored.shape
-
-
-@eager
-def _check(returned: ReturnSpec, outputs: Sequence[torch.Tensor]) -> None:
-    """Every rank has these scalars whole, so all of them raise."""
-    returned.check(outputs)

@@ -10,7 +10,7 @@ from autopar.analysis.analysis import Analysis
 from autopar.errors import InputError
 from autopar.formulation.cost_breakdown import told
 from autopar.ir.program import Op
-from autopar.search_space.strategies import targets
+from autopar.search_space.constraints import targets
 
 
 def choices_of(analysis: Analysis, glob: str) -> list[str]:

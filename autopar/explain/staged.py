@@ -23,7 +23,7 @@ from autopar.planning.optimize import Optimized
 from autopar.planning.pipeline_plan import StagedStep
 from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.stage_plans import StagePlanner
-from autopar.search_space.strategies import constrained
+from autopar.search_space.constraints import constrained
 from autopar.simulator.schedule_trace import schedule_trace
 
 StageWhy = tuple[int, Why]  # a stage, and what is chosen in it

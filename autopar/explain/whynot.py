@@ -12,7 +12,8 @@ from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, milliseconds
 from autopar.planning.planner import Planned, plan_program
-from autopar.search_space.strategies import StrategyConstraints, constrained
+from autopar.search_space.constraints import constrained
+from autopar.search_space.strategies import StrategyConstraints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

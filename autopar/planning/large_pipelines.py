@@ -106,7 +106,7 @@ class LargePipelineSearch(PipelineTrials):
             self.refused.append(error)
             return math.inf
         stages = guessed(first, cuts.shares(cut.starts))
-        dropped = max(0, first.peak - over.planner.limit) / max(1, first.peak - first.alone)
+        dropped = max(0, first.need.peak - over.planner.limit) / max(1, first.need.peak - first.need.alone)
         self._hoped.append(Hope(over=over, runs=runs, stages=stages, dropped=min(1.0, dropped)))
         return cut.waits_filled(stages)[1]
 

@@ -28,7 +28,8 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
 from autopar.plan.text import size_text
 from autopar.search_space.assignment import Assignment
-from autopar.search_space.strategies import constrained, constraints_of
+from autopar.search_space.constraints import constrained
+from autopar.search_space.strategies import constraints_of
 from autopar.solver.dual_ascent import dual_ascent
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError
 from autopar.solver.presolve import merge_followers

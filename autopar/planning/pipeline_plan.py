@@ -116,7 +116,7 @@ def _rooms(made: StagedStep, memory: Sequence[Bytes], limit: Bytes, before: Sequ
     """What the peaks of the stages of each rank may add up to so that it holds about its limit, and no more than before."""
     peaks = [0] * len(memory)
     for stage, rank in made.cut.schedule.rank_of.items():
-        peaks[rank] += made.stages[stage].peak
+        peaks[rank] += made.stages[stage].need.peak
     fitting = [math.floor(limit * peak / held) for peak, held in zip(peaks, memory, strict=True)]
     return [min(both) for both in zip(before, fitting, strict=True)] if before else fitting
 

@@ -7,18 +7,14 @@ or with what they send in given layouts, those of the whole program (`StagePlann
 one where ranks wait while the pipeline fills and drains (`Cut.repeats`).
 
 A stage is solved for one micro-batch in flight first: if all ranks hold their stages' plans with all that the schedule has in
-flight, these are the best. Else each stage has a share of its rank's memory: it takes a plan that fits of those that the same
-stage has with more in flight, if that is within `FLIGHTS_GAP`, or is solved with what they all hold in the rows of the memory.
-
-The stages of a rank share its room by what these plans need: if all of them fit with what is in flight, in proportion to that;
-else each has what it holds with one micro-batch in flight, and of the rest a part as large as what it holds with all of them
-beyond that; where they do not fit even so, in proportion to what they hold with one.
+flight, these are the best. Else each stage has a share of its rank's memory (`planning.memory_shares`): it takes a plan that
+fits of those that the same stage has with more in flight, if that is within `FLIGHTS_GAP`, or is solved with what they all hold
+in the rows of the memory.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,21 +42,20 @@ from autopar.plan.pipeline import moments
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
 from autopar.plan.text import size_text
+from autopar.planning.memory_shares import NO_FLOORS, MemoryNeed, MemoryShare, memory_shares
 from autopar.planning.model_checks import without_rule
 from autopar.planning.optimize import SMALLEST, Optimized, analysed, solution_time, solved, transferred
 from autopar.planning.pipeline_bound import repeated
 from autopar.planning.pipeline_stages import Cut
 from autopar.planning.planner import to_plan
 from autopar.planning.stage_signature import signature_of
-from autopar.search_space.strategies import constrained, targets
+from autopar.search_space.constraints import constrained, targets
 from autopar.solver.settings import DEFAULTS, SearchSettings
 
 FLIGHTS_GAP = 1e-2
 """Relative gap to the plan with one micro-batch in flight up to which a stage takes a plan with more of them than its own.
 
 The equal stages of Llama-3 70B in 32 have 31 to 20 in flight, whose plans take 1.1 to 0% longer, and 4 CPU seconds each."""
-
-NO_FLOORS: Mapping[int, Bytes] = {}
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -74,30 +69,15 @@ class _Solved:
     memory: StageMemory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """What a stage may hold at its own peak, of the `room` that a rank has for those of its stages; of every byte more it gets
-    the `part`."""
-
-    bytes: Bytes
-    part: float
-    room: Bytes
-
-    def budget(self, least: Bytes, limit: Bytes) -> Bytes:
-        """Of a rank, which is the limit now, where the stage holds at least so many bytes."""
-        return math.ceil(limit * (1 + (least - self.bytes) / self.part / self.room))
-
-
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class StagePlan:
-    """A planned stage: what it takes of a step and holds, with one micro-batch in flight (`alone`) and at its `peak`, and in
-    which layouts it sends its outputs, by path."""
+    """A planned stage: what it takes of a step, needs of memory and holds, and in which layouts it sends its outputs, by
+    path."""
 
     step: TrainingStep
     options: Options
     seconds: StageSeconds
-    alone: Bytes
-    peak: Bytes
+    need: MemoryNeed
     held: HeldStage
     outputs: Mapping[str, Layout]
     found: Optimized  # its own solution, or that of a stage like it
@@ -175,7 +155,7 @@ class StagePlanner:
         Each holds one micro-batch at a time, whatever its schedule has in flight: soon solved, and hardly slower than a plan
         that holds them all. Raises StageBudgetError where one has no plan that fits.
         """
-        whole = _Share(bytes=self.limit, part=1.0, room=self.limit)
+        whole = MemoryShare(bytes=self.limit, part=1.0, room=self.limit)
         return self._planned(steps, cut, [whole] * cut.schedule.stages, alone=True)
 
     def within(
@@ -193,10 +173,12 @@ class StagePlanner:
         share by its plan `alone`, and some have their `floors` at least. Raises StageBudgetError where one has no plan that
         fits.
         """
-        shares = _shares(cut, alone, rooms or [self.limit] * len(cut.schedule.ranks))
-        return self._planned(steps, cut, _floored(shares, cut, floors) if floors else shares)
+        needs, rooms = [stage.need for stage in alone], rooms or [self.limit] * len(cut.schedule.ranks)
+        return self._planned(steps, cut, memory_shares(cut.schedule, needs, rooms, floors))
 
-    def _planned(self, steps: StageSteps, cut: Cut, shares: Sequence[_Share], *, alone: bool = False) -> Iterator[StagePlan]:
+    def _planned(
+        self, steps: StageSteps, cut: Cut, shares: Sequence[MemoryShare], *, alone: bool = False
+    ) -> Iterator[StagePlan]:
         constrained(steps.step, self.mesh, self.options.constraints)  # which raises for what is in no stage
         wanted = {**self._sent, **_by_value(steps.step.program, self.options.constraints)}
         readers = Counter(name for stage in steps.stages for name in _stored(stage.program))
@@ -225,8 +207,7 @@ class StagePlanner:
                 step=step,
                 options=asked,
                 seconds=made.seconds,
-                alone=memory.alone,
-                peak=memory.peak(times),
+                need=MemoryNeed(alone=memory.alone, peak=memory.peak(times)),
                 held=HeldStage(memory=memory, names=_held(step)),
                 outputs=layouts,
                 found=made.found,
@@ -243,7 +224,7 @@ class StagePlanner:
         """The solution of a stage under its own names."""
         return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), stage.options)
 
-    def _within(self, step: TrainingStep, options: Options, share: _Share, place: int, *, alone: bool) -> _Solved:
+    def _within(self, step: TrainingStep, options: Options, share: MemoryShare, place: int, *, alone: bool) -> _Solved:
         """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight, or
         `alone`, with one of them: the best plan with one in flight if that does."""
         assert step.stage is not None, "it is a stage"
@@ -276,7 +257,7 @@ class StagePlanner:
         hidden = max(1.0, step.microbatches / self.waiting) if self.waiting else 1.0
         return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link.faster(hidden)))
 
-    def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: _Share) -> _Solved:
+    def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: MemoryShare) -> _Solved:
         """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than its
         `best` plan with one of them."""
         assert step.stage is not None, "it is a stage"
@@ -340,44 +321,6 @@ class StageBudgetError(BudgetError):
     def __init__(self, stage: int, least: Bytes, never: bool, what: str, **details: object) -> None:
         super().__init__(what, **details)
         self.stage, self.least, self.never = stage, least, never
-
-
-def _shares(cut: Cut, alone: Sequence[StagePlan], rooms: Sequence[Bytes]) -> list[_Share]:
-    """What each stage may hold of the room of its rank, by the plans with one micro-batch in flight."""
-    rank_of, shares = cut.schedule.rank_of, dict[int, _Share]()
-    for rank, room in enumerate(rooms):
-        own = [stage for stage in range(len(alone)) if rank_of[stage] == rank]
-        kept, parts = _needs([alone[stage] for stage in own], room)
-        for stage, least, part in zip(own, kept, parts, strict=True):
-            share = part / sum(parts)
-            shares[stage] = _Share(bytes=least + math.floor(share * (room - sum(kept))), part=share, room=room)
-    return [shares[stage] for stage in range(len(alone))]
-
-
-def _needs(stages: Sequence[StagePlan], room: Bytes) -> tuple[list[Bytes], list[Bytes]]:
-    """What the stages of one rank keep, by their plans with one micro-batch in flight, and the ratio in which they share what
-    is left of its room."""
-    alone, peaks = [stage.alone for stage in stages], [stage.peak for stage in stages]
-    if sum(peaks) <= room:
-        return peaks, peaks
-    if sum(alone) <= room:
-        return alone, [max(1, peak - least) for peak, least in zip(peaks, alone, strict=True)]
-    return [0] * len(stages), alone
-
-
-def _floored(shares: Sequence[_Share], cut: Cut, floors: Mapping[int, Bytes]) -> list[_Share]:
-    """Shares in which some stages have their floors, and the others of their ranks what is left, in proportion."""
-    rank_of, found = cut.schedule.rank_of, list(shares)
-    for stage, share in enumerate(shares):
-        own = [other for other in range(len(shares)) if rank_of[other] == rank_of[stage]]
-        low = {other: floors[other] for other in own if other in floors}
-        free = sum(shares[other].bytes for other in own if other not in low)
-        rest = share.room - sum(low.values())
-        if stage in low:
-            found[stage] = replace(share, bytes=low[stage])
-        else:
-            found[stage] = replace(share, bytes=max(1, math.floor(share.bytes * rest / free)), part=share.bytes / free)
-    return found
 
 
 def _stored(program: Program) -> list[str]:

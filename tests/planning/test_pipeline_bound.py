@@ -137,7 +137,7 @@ def test_a_stage_within_a_budget_is_as_good_as_with_all_micro_batches_in_flight_
     steps = cuts.steps(cut.starts)
     stages = list(over.planner.within(steps, cut, list(over.planner.alone(steps, cut))))
     for stage in stages:
-        assert stage.peak <= parse_bytes(options.budget, mesh)
+        assert stage.need.peak <= parse_bytes(options.budget, mesh)
         assert stage.step.stage is not None
         flying = replace(stage.step, stage=replace(stage.step.stage, link=over.planner.link))
         direct = solved(analysed(flying, over.planner.mesh, stage.options), over.planner.mesh, stage.options)
@@ -279,7 +279,7 @@ def test_a_stage_that_fits_by_its_plan_in_plenty_of_memory_is_not_solved_again(
     cut = cuts.chosen(mesh, "pp", options, 16)
     steps = cuts.steps(cut.starts)
     plenty = next(PipelineAxis.of(mesh, "pp", options, DEFAULTS).beyond.alone(steps, cut))
-    over = PipelineAxis.of(mesh, "pp", replace(options, budget=budget and int(budget * plenty.alone)), DEFAULTS)
+    over = PipelineAxis.of(mesh, "pp", replace(options, budget=budget and int(budget * plenty.need.alone)), DEFAULTS)
     first, calls, solve = next(over.beyond.alone(steps, cut)), list[int](), StagePlanner._solve
 
     def counted(planner: StagePlanner, step: TrainingStep, asked: Options) -> Any:
