@@ -29,6 +29,7 @@ from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, aten, overload
 from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
+from autopar.memory.in_place import reduced_in_place
 from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage
@@ -92,7 +93,7 @@ class _Emitter:
         self.section = ""  # the comment under which nodes are made
         self.values: dict[tuple[str, Layout], fx.Node] = {}
         self.schedule = Schedule(program, assignment)
-        self.prefetch = self.schedule.prefetch
+        self.prefetch, self.in_place = self.schedule.prefetch, reduced_in_place(program, assignment, fits)
         self.pending: dict[Bucket, fx.Node] = {}
         self.copies, self.recomputed = copies(program), RecomputedValues(program=program, assignment=assignment)
         self.unsharded = unsharded or context.device_mesh is None
@@ -227,7 +228,8 @@ class _Emitter:
             recompute = (self.rematerializer, function.__name__, *arguments)
             node = self._node("call_function", rematerialize.recompute_conversion, recompute, name)
         else:
-            node = self._node("call_function", function, arguments, name)
+            kwargs: dict[str, object] = {"in_place": True} if (value.name, step) in self.in_place else {}
+            node = self._node("call_function", function, arguments, name, kwargs)
         if self.deferred and step.primitives[1] in COLLECTIVES and value.name in weights(self.program):
             cut = self._node("call_function", cut_weights, (self.deferred, [node]), f"{name}_cut")
             node = self._node("call_function", operator.getitem, (cut, 0), f"{name}_whole")

@@ -56,13 +56,16 @@ class Gradients:
         scalars = [end for end in ends if not program.values[end.value].shape]
         self.ends = ends if step.sends else scalars or ends  # what is differentiated, by the user or by the next stage
 
-    def lives(self, chosen: Assignment, schedule: Schedule, *, first: bool = False) -> Iterator[LiveRange]:
-        """The live ranges of all gradient buffers in one step; with `first` no micro-batch was before that left gradients.
+    def lives(
+        self, chosen: Assignment, schedule: Schedule, in_place: frozenset[Step], *, first: bool = False
+    ) -> Iterator[LiveRange]:
+        """The live ranges of all gradient buffers in one step, some conversions are `in_place`; with `first` no micro-batch
+        was before that left gradients.
 
         Those of weights that are gathered once for all micro-batches are counted as if one was.
         """
         buffers: list[GradientBuffer] = []
-        step = _Step(self, chosen, schedule, buffers, several=self.accumulated and (not first or chosen.once))
+        step = _Step(self, chosen, schedule, in_place, buffers, several=self.accumulated and (not first or chosen.once))
         yield from step.run()
         for buffer in buffers:
             for name, size in buffer.parts:
@@ -74,9 +77,17 @@ class _Step:
     """One backward pass; `waiting` maps a value in a layout to the buffer in which its gradient accumulates."""
 
     def __init__(
-        self, of: Gradients, chosen: Assignment, schedule: Schedule, buffers: list[GradientBuffer], *, several: bool
+        self,
+        of: Gradients,
+        chosen: Assignment,
+        schedule: Schedule,
+        in_place: frozenset[Step],
+        buffers: list[GradientBuffer],
+        *,
+        several: bool,
     ) -> None:
         self.of, self.chosen, self.schedule, self.buffers, self.several = of, chosen, schedule, buffers, several
+        self.in_place = in_place
         self.waiting: dict[Node, GradientBuffer] = {}
 
     def run(self) -> Iterator[LiveRange]:
@@ -129,7 +140,8 @@ class _Step:
         for name, step in steps:
             buffer, source = self.waiting.pop((name, step.target)), (name, step.source)
             yield LiveRange("transient", name, now, now, beside(step, self.of.program.values[name], self.of.sizes, back=True))
-            self._arrive(source, buffer if step.primitives[1] in PASSED else self._new([source], now), now)
+            passed = step.primitives[1] in PASSED or (name, step) in self.in_place
+            self._arrive(source, buffer if passed else self._new([source], now), now)
             self._release(buffer, now)
 
     def _reduce_bucket(self, steps: Sequence[Step], now: int, waited: int) -> Iterator[LiveRange]:

@@ -38,6 +38,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.program import Op, elements
 from autopar.memory.gradients import Gradients
 from autopar.memory.in_flight import StageMemory, deferred_products, deferred_weights, moments_of
+from autopar.memory.in_place import reduced_in_place
 from autopar.memory.prefetch import Node
 from autopar.memory.rematerialization import Rematerialization
 from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, Step, at
@@ -171,6 +172,7 @@ class _Step:
     def __init__(self, of: Liveness, chosen: Assignment) -> None:
         self.of, self.program, self.chosen, self.n = of, of.program, chosen, of.count
         self.schedule = Schedule(of.program, chosen)
+        self.in_place = reduced_in_place(of.program, chosen, of.analysis.fits)
         self._homes: dict[Node, Node] = {}
         self._first: dict[Node, int] = {}  # first and last use in the forward, by home
         self._last: dict[Node, int] = {}
@@ -191,7 +193,7 @@ class _Step:
     @functools.cached_property
     def own(self) -> list[LiveRange]:
         """What is alive of one micro-batch: inputs and parameters, values, ops, conversions and gradients, in that order."""
-        return [*self.values, *self.of.gradients.lives(self.chosen, self.schedule)]
+        return [*self.values, *self._gradients()]
 
     @functools.cached_property
     def values(self) -> list[LiveRange]:
@@ -222,7 +224,7 @@ class _Step:
     def memory(self) -> StageMemory:
         """What the stage holds, whatever its schedule."""
         analysis, step, turn = self.of.analysis, self.of.analysis.step, self.n
-        later, begun = deferred_weights(self.program), list(self.of.gradients.lives(self.chosen, self.schedule, first=True))
+        later, begun = deferred_weights(self.program), list(self._gradients(first=True))
         first_half = [*self.values, *(life for life in begun if life.name not in later), *self.deferred]
         curves = self.own, [*self.own, *self.deferred], [*self.values, *begun], first_half
         own, halved, first, begun_half = (_by_moment(lives, self.n) for lives in curves)
@@ -266,6 +268,9 @@ class _Step:
             back=sum(self.of.bytes(node) for node in sent if node[0] in analysis.backward),
         )
 
+    def _gradients(self, *, first: bool = False) -> Iterator[LiveRange]:
+        return self.of.gradients.lives(self.chosen, self.schedule, self.in_place, first=first)
+
     def _waiting(self) -> Iterator[LiveRange]:
         """What a stage holds beside the micro-batch that runs, at the fullest moment of its schedule: what the others in flight
         hold between their forward and their backward, and what is deferred."""
@@ -285,7 +290,7 @@ class _Step:
             step, op = self.schedule.prefetch.into.get(node), self.program.producer.get(name)
             found = node
             if step is not None:
-                if is_alias(step):
+                if is_alias(step) or (name, step) in self.in_place:
                     found = self.home((name, step.source))
             elif op is not None and op.name in self.of.views:
                 found = self.home((op.operands[0], self.chosen.ops[op.name].operands[0]))

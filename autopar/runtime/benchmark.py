@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.ir.device import Bytes, Seconds
 from autopar.ir.program import Argument, Ref, overload
-from autopar.runtime.collectives import PRIMITIVES, SplitPosition
+from autopar.runtime.collectives import PRIMITIVES, SplitPosition, all_reduce_in_place
 from autopar.runtime.custom_ops import Operators
 from autopar.runtime.memory_rates import HostTimes, Timer, host_times
 from autopar.runtime.world import Axis
@@ -223,13 +223,12 @@ def _collectives(job: Job, noise: list[float]) -> Iterator[tuple[tuple[int, str,
         group = groups[rank // size]
         axis = Axis(name="measured", size=size, index=rank % size, group=str(group.group_name))
         for kind in KINDS:
+            primitive = all_reduce_in_place if kind == "all_reduce" else PRIMITIVES[kind]
             for count in job.bytes:
                 given = count // size if kind == "all_gather" else count
                 x = torch.ones(max(size, given // 4 // size * size), dtype=torch.float32, device=job.device)
-                yield (
-                    (size, kind, count),
-                    _agreed(functools.partial(PRIMITIVES[kind], x, axis, SplitPosition()), count, job.device, noise),
-                )
+                run = functools.partial(primitive, x, axis, SplitPosition())
+                yield (size, kind, count), _agreed(run, count, job.device, noise)
 
 
 def _agreed(run: Callable[[], object], count: Bytes, device: torch.device, noise: list[float]) -> Seconds:

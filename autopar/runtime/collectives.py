@@ -7,7 +7,8 @@ A function is named after what happens to the value and then to its gradient:
 
 `axis` is a `runtime.world.Axis`; `dim` and `blocks` say how the tensor is split: the local dim consists of `blocks` equal
 blocks, each cut or concatenated alike (`Conversion.place`). Conversions that do not move a split take neither; the all-to-all
-takes two of each. An axis of one device communicates nothing. These functions block; `*_start` and `wait` do not.
+takes two of each. An axis of one device communicates nothing. All-reduces are `in_place` where nothing else knows what they
+reduce (`autopar.memory.in_place`). These functions block; `*_start` and `wait` do not.
 
 The backward of a conversion is itself one of the thirteen, of which the forward is the backward: from X to Y on the way there,
 from the dual of Y to the dual of X on the way back, where the dual of R is P, and I and S are their own. So they may be
@@ -50,6 +51,12 @@ class SplitPosition(NamedTuple):
 def _all_reduce(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
     sent = issue("all_reduce", axis, torch.ops._c10d_functional.all_reduce, _to_sendable(x.contiguous()), "sum")
     return _from_sendable(wait(sent, "all_reduce", axis), x.dtype)
+
+
+def all_reduce_in_place(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
+    """The sum over all ranks in the memory of `x`, where that is contiguous; autograd refuses what has saved it."""
+    torch.autograd.graph.increment_version(x)
+    return wait(all_reduce_start(x.detach().contiguous(), axis), "all_reduce", axis)
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
@@ -241,6 +248,7 @@ class _Context(Protocol):
     axis: Axis
     position: SplitPosition
     primitives: tuple[str, str]
+    in_place: bool
 
 
 class _Convert(torch.autograd.Function):
@@ -248,34 +256,45 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str
+        ctx: _Context, x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str, in_place: bool
     ) -> torch.Tensor:
-        ctx.axis, ctx.position, ctx.primitives = axis, position, (forward, backward)
-        return PRIMITIVES[forward](x, axis, position)
+        ctx.axis, ctx.position, ctx.primitives, ctx.in_place = axis, position, (forward, backward), in_place
+        return _primitive(forward, in_place)(x, axis, position)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return convert_back(gradient, ctx.axis, ctx.position, *ctx.primitives), None, None, None, None
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        in_place = ctx.in_place and not torch.is_grad_enabled()  # a gradient that is differentiated may have been saved
+        return convert_back(gradient, ctx.axis, ctx.position, *ctx.primitives, in_place), None, None, None, None, None
 
 
-def convert(x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str) -> torch.Tensor:
-    """The conversion that applies one primitive to the value, and another one to its gradient."""
+def _primitive(name: str, in_place: bool) -> Callable[[torch.Tensor, Axis, SplitPosition], torch.Tensor]:
+    """What runs. Compiled, nothing is in place: torch.compile takes no collective that returns its operand."""
+    return all_reduce_in_place if in_place and name == "all_reduce" and not torch.compiler.is_compiling() else PRIMITIVES[name]
+
+
+def convert(
+    x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str, in_place: bool = False
+) -> torch.Tensor:
+    """The conversion that applies one primitive to the value, and another one to its gradient; all-reduces are `in_place` where
+    nothing else knows the tensor that is reduced."""
     if axis.size == 1:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return PRIMITIVES[forward](x, axis, position)
-    converted: torch.Tensor = _Convert.apply(x, axis, position, forward, backward)  # type: ignore[no-untyped-call]
+        return _primitive(forward, in_place)(x, axis, position)
+    converted: torch.Tensor = _Convert.apply(x, axis, position, forward, backward, in_place)  # type: ignore[no-untyped-call]
     return converted
 
 
-def convert_back(gradient: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str) -> torch.Tensor:
+def convert_back(
+    gradient: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str, in_place: bool = False
+) -> torch.Tensor:
     """What a conversion does to the gradient: the dual conversion."""
-    return convert(gradient, axis, position.reversed() if backward == "all_to_all" else position, backward, forward)
+    return convert(gradient, axis, position.reversed() if backward == "all_to_all" else position, backward, forward, in_place)
 
 
-def identity__all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def identity__all_reduce(x: torch.Tensor, axis: Axis, in_place: bool = False) -> torch.Tensor:
     """I to R: the value is used on every rank, so its gradient is all-reduced."""
-    return convert(x, axis, SplitPosition(), "identity", "all_reduce")
+    return convert(x, axis, SplitPosition(), "identity", "all_reduce", in_place)
 
 
 def keep__identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -293,14 +312,14 @@ def keep__keep(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return convert(x, axis, SplitPosition(), "keep", "keep")
 
 
-def all_reduce__all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce__all_reduce(x: torch.Tensor, axis: Axis, in_place: bool = False) -> torch.Tensor:
     """P to R: all-reduce of the value and of its gradient."""
-    return convert(x, axis, SplitPosition(), "all_reduce", "all_reduce")
+    return convert(x, axis, SplitPosition(), "all_reduce", "all_reduce", in_place)
 
 
-def all_reduce__identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce__identity(x: torch.Tensor, axis: Axis, in_place: bool = False) -> torch.Tensor:
     """P to I: all-reduce of the value; its gradient is complete on every rank."""
-    return convert(x, axis, SplitPosition(), "all_reduce", "identity")
+    return convert(x, axis, SplitPosition(), "all_reduce", "identity", in_place)
 
 
 def slice__all_gather(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> torch.Tensor:
