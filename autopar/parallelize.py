@@ -141,7 +141,7 @@ class _Other:
         """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
         source = self.source.in_mode(parallel.training)
         captured = source.read(dim_sizes(self.plan.dynamic))
-        if serves(self.captured.program, captured.program, parallel.training):
+        if serves(self.captured, captured, parallel.training):
             return None
         state, program = parallel.autopar, captured.program
         held = _held(parallel, program)

@@ -164,7 +164,7 @@ class _OtherStages:
         """The module for `parallel`'s present mode; None if its own stages serve, because flags are all that differs."""
         source, plan = self.source.in_mode(parallel.training), self.found.plan
         captured = source.read(dim_sizes(plan.dynamic))
-        if serves(self.captured.program, captured.program, parallel.training):
+        if serves(self.captured, captured, parallel.training):
             return None
         sizes = [replace(size, multiple=1) for size in plan.dynamic]
 

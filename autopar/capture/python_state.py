@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -119,19 +119,27 @@ def kept(model: nn.Module, found: Changes, again: Callable[[], tuple[bool, Chang
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The numbers and texts that modules had as attributes when they were captured; the modules are not kept alive."""
+    """The numbers and texts that modules had as attributes when they were captured; the modules are not kept alive.
+
+    `training` has their modes, by path: those of the others are the whole model's.
+    """
 
     modules: tuple[tuple[weakref.ref[nn.Module], str, Mapping[str, object]], ...]
+    training: Mapping[str, bool] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, kept: Set[str]) -> Settings:
         """What every module of a model holds, but for what is private to its class or set by forward."""
+        named = [*model.named_modules()]
         return Settings(
-            tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in model.named_modules())
+            tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in named),
+            {path: module.training for path, module in named},
         )
 
     def check(self, parallel: nn.Module) -> None:
-        """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one."""
+        """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one, and for a
+        mode that a submodule has for itself."""
+        self._check_modes(parallel)
         for own, path, known in self.modules:
             for module in (own(), _at(parallel, path)):
                 held = vars(module) if module is not None else {}
@@ -144,6 +152,17 @@ class Settings:
                             now=repr(now),
                             fix="set it before, and parallelize again; or make it an argument of forward, as a tensor",
                         )
+
+    def _check_modes(self, parallel: nn.Module) -> None:
+        """A submodule has the mode of the whole, or that in which it was captured."""
+        captured = self.training if self.training.get("") == parallel.training else {}
+        for path, module in parallel.named_modules():
+            if module.training != captured.get(path, parallel.training) and module.training != parallel.training:
+                mode, call = ("training", "train()") if module.training else ("evaluation", "eval()")
+                raise InputError(
+                    f"{path} alone was put into {mode} mode, which has no effect on a parallel module",
+                    fix=f"call {path}.{call} before the model is made parallel, or train() or eval() of the whole",
+                )
 
 
 def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[str, object]]:

@@ -24,7 +24,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Program
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
-from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype
+from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype, with_own_storage
 from autopar.runtime.streamed_load import fill
 
 
@@ -56,7 +56,7 @@ class ParallelModule(ProgramModule):
             InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
         """
         serving, tensors = self._agreed("a forward", lambda: self._bound(args, kwargs))
-        return self._rebuilt(serving._outputs(tensors, self.autopar.agreement))
+        return serving._rebuilt(serving._outputs(tensors, self.autopar.agreement))
 
     @around
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -82,13 +82,13 @@ class ParallelModule(ProgramModule):
             raise InputError(
                 "a module that was planned for inference takes no step", fix='call it; or plan with mode="training"'
             )
+        serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
 
         def loss(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-            found = self._loss(outputs)
+            found = serving._loss(outputs)
             losses.append(found.detach())
             return self._scaled(found)
 
-        serving, tensors = self._agreed("a step", lambda: self._bound(args, kwargs))
         serving._accumulate(tensors, loss, self.autopar.agreement)
         return torch.stack(losses).sum()
 
@@ -180,7 +180,7 @@ class ParallelModule(ProgramModule):
             raise on_meta([*empty], "into which load_state_dict copies nothing")
         given = {name: given_like(held, stored[name]) for name, held in known.items() if name not in empty} | fill(self, empty)
         if assign:
-            given = {name: with_dtype(held, stored[name].dtype) for name, held in given.items()}
+            given = {name: with_own_storage(with_dtype(held, stored[name].dtype)) for name, held in given.items()}
         loaded: _IncompatibleKeys = super().load_state_dict({**state_dict, **given}, strict, assign)
         return loaded
 
@@ -297,9 +297,9 @@ class ParallelModule(ProgramModule):
         return state.variants.at(found, self._shares, lambda: sized(self, found)).train(self.training)
 
     def _shares(self, other: ParallelModule) -> bool:
-        """Whether another module still has this one's parameters, which the user may have replaced."""
-        own = dict(self.named_parameters())
-        return all(own[name] is held for name, held in other.named_parameters())
+        """Whether another module still has this one's parameters and buffers, which the user may have replaced."""
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return all(own[name] is held for name, held in (*other.named_parameters(), *other.named_buffers()) if name in own)
 
 
 def _alike(given: object, stored: torch.Tensor) -> bool:

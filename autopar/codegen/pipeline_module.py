@@ -121,7 +121,7 @@ class PipelineModule(ParallelModule):
             serving, tensors = self._begun("a call", args, kwargs)
             if not torch.is_grad_enabled():
                 serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
-                return self.autopar.signature.rebuild(serving.joined(found))
+                return serving.autopar.signature.rebuild(serving.joined(found))
 
             def loss(outputs: Tensors) -> torch.Tensor:
                 found.append([None if output.ndim else output.detach() for output in outputs])
@@ -132,7 +132,7 @@ class PipelineModule(ParallelModule):
         scalars = {place: output for place, output in enumerate(joined) if output is not None and output.is_floating_point()}
         for place, output in computed.attached(scalars, serving.stages.loss, trained).items():
             joined[place] = output
-        return self.autopar.signature.rebuild(joined)
+        return serving.autopar.signature.rebuild(joined)
 
     def _computed(self, step: Callable[[], None]) -> tuple[ComputedGradients, list[nn.Parameter]]:
         """The gradients that a step adds up, which is run here, and the parameters of which they are."""

@@ -58,10 +58,13 @@ def _read_alone(program: Program) -> Program:
     return replace(program, parameters=parameters, buffers=buffers)
 
 
-def serves(planned: Program, program: Program, training: bool) -> bool:
-    """Whether a program that was planned is also that of its model in the other mode, but for flags."""
-    quiet, other = (normalise(without_training(_read_alone(one))).hash for one in (planned, program))
-    return not training and not any(map(switched, program.ops)) and other == quiet
+def serves(planned: Captured, other: Captured, training: bool) -> bool:
+    """Whether the program that was planned is also that of its model in the other mode, but for flags, and its results have the
+    same form."""
+    if training or planned.signature.returned != other.signature.returned or any(map(switched, other.program.ops)):
+        return False
+    quiet, found = (normalise(without_training(_read_alone(one.program))).hash for one in (planned, other))
+    return quiet == found
 
 
 __all__ = ["ModelSource", "serves"]

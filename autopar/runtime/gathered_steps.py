@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.runtime.step_hooks import check_class, hooked
-from autopar.runtime.storage import full_tensor, given_like
+from autopar.runtime.storage import full_tensor, given_like, with_own_storage
 
 # Those that step each weight by itself, by module; others (L-BFGS) take all of them for one vector, and compute with DTensors.
 WEIGHT_BY_WEIGHT = {"torch.optim": "Adafactor", "transformers.optimization": "Adafactor"}
@@ -105,7 +105,7 @@ def _step(optimizer: optim.Optimizer, group: dict[str, object], parameter: DTens
 
 def _cut(value: object, parameter: DTensor) -> object:
     """What is kept of a weight: a tensor of its shape as it is stored, all else as it is."""
-    return given_like(value, parameter) if isinstance(value, torch.Tensor) and value.dim() else value
+    return with_own_storage(given_like(value, parameter)) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 __all__ = ["WEIGHT_BY_WEIGHT", "step_gathered"]

@@ -170,6 +170,15 @@ def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(part, mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())
 
 
+def with_own_storage(stored: torch.Tensor) -> torch.Tensor:
+    """What this rank stores, without a larger tensor of which its part is a view."""
+    local = stored.to_local() if isinstance(stored, DTensor) else stored
+    if not isinstance(stored, DTensor) or local.untyped_storage().nbytes() <= local.nbytes:
+        return stored
+    mesh, places = stored.device_mesh, stored.placements
+    return DTensor.from_local(local.clone(), mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())
+
+
 def tensor_by_name(entries: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
     """The parameter or buffer of this dotted name; `entries` has the modules or tensors of the first level, by name.
 

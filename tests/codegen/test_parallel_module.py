@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import InputError, MeshError
 from autopar.ir.mesh import Mesh
-from autopar.runtime.storage import full_tensor
+from autopar.runtime.storage import full_tensor, to_local
 from autopar.runtime.workers import WorkerPool
 from autopar.runtime.world import Axis, FlattenedAxes, _flattened_group
 from tests.support import models
@@ -358,6 +358,10 @@ def from_meta(_: None) -> None:
             filled.load_state_dict(given)
         assert "assign=True" in refusal.value.details["fix"]
         assert str(filled.load_state_dict(given, assign=True)) == "<All keys matched successfully>"
+        assert all(to_local(p).untyped_storage().nbytes() == to_local(p).nbytes for p in filled.parameters()), (
+            "a rank's own part"
+        )
+        copy.deepcopy(filled)
         assert filled.get_parameter("lm_head.weight") is filled.get_parameter("transformer.wte.weight")
         torch.testing.assert_close(called(filled.eval(), sample), called(expected, sample).detach(), atol=1e-5, rtol=1e-5)
 
