@@ -29,7 +29,7 @@ from autopar.ir.layout import I, Layout, digits, local_shape
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Value, aten, overload
 from autopar.ir.schema import parameters
 from autopar.ir.training_step import TrainingStep
-from autopar.memory.in_place import reduced_in_place
+from autopar.memory.in_place_reductions import reduced_in_place
 from autopar.memory.schedule import ConversionEvent, Schedule
 from autopar.operators import OpSharding, localise, row_of, scale, training_flag
 from autopar.runtime import collectives, random, storage

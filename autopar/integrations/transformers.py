@@ -20,7 +20,9 @@ from types import EllipsisType
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -94,6 +96,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         _check_full_eval(parallel, options.get("args"))
         if options.get("compute_loss_func") is not None:
             raise InputError("compute_loss_func is not supported", fix="a forward that computes the loss, and plans it")
+        if "inputs" in getattr(options.get("args"), "include_for_metrics", ()) and parallel.data_world > 1:
+            what = 'include_for_metrics=["inputs"] is not supported: each rank has its own share of the inputs'
+            raise InputError(what, fix='inputs="whole" of autopar.parallelize, or metrics of predictions and labels')
         super().__init__(model=parallel, **options)
         self.is_distributed_loading_by_transformers = True  # the library's word for: neither wrap it nor shard it
         self.model_accepts_loss_kwargs = False
@@ -161,7 +166,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"train_sampling_strategy={strategy!r} is not supported", fix="random, sequential or group_by_length"
             )
         return self._loader(
-            self.train_dataset, shuffle=strategy != "sequential", seed=seed, group=strategy == "group_by_length"
+            self.train_dataset, EpochLoader, shuffle=strategy != "sequential", seed=seed, group=strategy == "group_by_length"
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[object] | None = None) -> DataLoader[object]:
@@ -178,7 +183,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"the data set has {len(test_dataset)} samples, no multiple of the planned batch of {batch}",
                 fix="pad it, or leave the rest out: dataloader_drop_last=True",
             )
-        return self._loader(test_dataset, shuffle=False, seed=0)
+        return self._loader(test_dataset, EvaluationLoader, shuffle=False, seed=0)
 
     def prediction_step(
         self,
@@ -222,7 +227,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 fix=f"{name}={batch // shares}, or plan with another batch",
             )
 
-    def _loader(self, dataset: Dataset[object], *, shuffle: bool, seed: int, group: bool = False) -> DataLoader[object]:
+    def _loader(
+        self, dataset: Dataset[object], kind: type[EpochLoader], *, shuffle: bool, seed: int, group: bool = False
+    ) -> DataLoader[object]:
         if not isinstance(dataset, Sized):
             raise InputError("the data set has no length", fix="a data set of samples by number, not an iterable one")
         own, args = self.model.sampler(dataset, shuffle=shuffle, seed=seed), self.args
@@ -230,7 +237,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             lengths, together = self._get_train_sampler(dataset).lengths, self.get_total_train_batch_size(args)
             own = LengthGrouped(self.model.autopar.inputs, dataset, lengths, together=together, seed=seed)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="autopar")
-        return EpochLoader(
+        return kind(
             dataset,
             batch_sampler=own,
             collate_fn=collate,
@@ -347,6 +354,24 @@ class EpochLoader(DataLoader[object]):
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch from now on."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+class EvaluationLoader(EpochLoader, DataLoaderStateMixin):  # type: ignore[misc]
+    """One that tells accelerate which batch is the last, by which `batch_eval_metrics` computes what it reports."""
+
+    def __iter__(self) -> Iterator[object]:  # type: ignore[override]
+        self.gradient_state = GradientState()
+        self.begin()
+        try:
+            batches, end = super().__iter__(), object()
+            batch = next(batches, end)
+            while batch is not end:
+                following = next(batches, end)
+                self.end_of_dataloader = following is end
+                yield batch
+                batch = following
+        finally:
+            self.end()
 
 
 __all__ = ["Trainer", "save_pretrained"]

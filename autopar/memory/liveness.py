@@ -38,7 +38,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.program import Op, elements
 from autopar.memory.gradients import Gradients
 from autopar.memory.in_flight import StageMemory, deferred_products, deferred_weights, moments_of
-from autopar.memory.in_place import reduced_in_place
+from autopar.memory.in_place_reductions import reduced_in_place
 from autopar.memory.prefetch import Node
 from autopar.memory.rematerialization import Rematerialization
 from autopar.memory.schedule import SPAN, ConversionEvent, LiveRange, Schedule, Step, at

@@ -8,7 +8,7 @@ A function is named after what happens to the value and then to its gradient:
 `axis` is a `runtime.world.Axis`; `dim` and `blocks` say how the tensor is split: the local dim consists of `blocks` equal
 blocks, each cut or concatenated alike (`Conversion.place`). Conversions that do not move a split take neither; the all-to-all
 takes two of each. An axis of one device communicates nothing. All-reduces are `in_place` where nothing else knows what they
-reduce (`autopar.memory.in_place`). These functions block; `*_start` and `wait` do not.
+reduce (`autopar.memory.in_place_reductions`). These functions block; `*_start` and `wait` do not.
 
 The backward of a conversion is itself one of the thirteen, of which the forward is the backward: from X to Y on the way there,
 from the dual of Y to the dual of X on the way back, where the dual of R is P, and I and S are their own. So they may be

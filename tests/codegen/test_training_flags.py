@@ -118,3 +118,22 @@ def test_the_mode_of_a_submodule_alone_is_refused() -> None:
     torch.testing.assert_close(frozen(x), model(x))
     frozen.get_submodule("1").eval()
     torch.testing.assert_close(frozen(x), model(x))
+
+
+class Counted(nn.Module):
+    """Returns how many samples there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {"loss": self.layer(x).square().mean(), "samples": x.shape[0]}
+
+
+def test_numbers_that_forward_returns_are_those_of_the_call() -> None:
+    model = Counted()
+    parallel = autopar.parallelize(model, torch.randn(8, 8), (1,), device="cpu", dynamic={"batch": 0})
+    for samples in (8, 4, 16, 8):
+        x = torch.randn(samples, 8)
+        torch.testing.assert_close(parallel(x), model(x))

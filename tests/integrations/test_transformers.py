@@ -243,6 +243,44 @@ def test_arguments_that_reach_into_the_module_are_refused(tmp_path: Path, option
         Trainer(parallel, source, args=arguments(tmp_path, 8), compute_loss_func=len)
 
 
+class BatchAccuracy:
+    """The share of labels that are right, batch by batch, as `batch_eval_metrics` asks for it."""
+
+    def __init__(self) -> None:
+        self.right: list[float] = []
+
+    def __call__(self, found: transformers.EvalPrediction, compute_result: bool = False) -> dict[str, float]:
+        self.right.append(float((found.predictions.argmax(-1) == found.label_ids).float().mean()))
+        return {"right": sum(self.right) / len(self.right), "batches": len(self.right)} if compute_result else {}
+
+
+def test_metrics_of_batches_are_those_of_the_librarys_trainer(tmp_path: Path) -> None:
+    source, args = model(False), arguments(tmp_path, 8, batch_eval_metrics=True)
+    parallel = autopar.parallelize(source, SAMPLE, (1,), device="h100")
+    found = [
+        trainer.evaluate()
+        for trainer in (
+            transformers.Trainer(source, args=args, eval_dataset=DATA, compute_metrics=BatchAccuracy()),
+            Trainer(parallel, source, args=args, eval_dataset=DATA, compute_metrics=BatchAccuracy()),
+        )
+    ]
+    assert found[0]["eval_batches"] > 1
+    for name in ("eval_right", "eval_batches", "eval_loss"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5)
+
+
+def shared_inputs(folder: Path) -> None:
+    launched()
+    source = model(False)
+    parallel = autopar.parallelize(source, SAMPLE, device="h100", inputs="sharded", **PLANS["fsdp"])
+    with pytest.raises(InputError, match=r"each rank has its own share of the inputs"):
+        Trainer(parallel, source, args=arguments(folder, BATCH // 2, include_for_metrics=["inputs"]), eval_dataset=DATA)
+
+
+def test_metrics_of_inputs_are_refused_where_ranks_have_their_own(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(f"{__name__}:shared_inputs", tmp_path, ranks=2)
+
+
 def test_evaluation_in_another_dtype_is_refused_before_training(tmp_path: Path) -> None:
     """Before, `trainer.evaluate()` was refused, behind training: the library casts the module then."""
     source, args = model(False), arguments(tmp_path, 8, bf16_full_eval=True)

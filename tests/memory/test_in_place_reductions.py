@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.memory.in_place import reduced_in_place
+from autopar.memory.in_place_reductions import reduced_in_place
 from autopar.plan.options import Options
 from autopar.plan.resolved import read_plan
 from autopar.planning.planner import connected_mesh, read_program

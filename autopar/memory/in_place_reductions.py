@@ -16,13 +16,13 @@ from autopar.analysis.weights import weights
 from autopar.ir.conversion import Conversion
 from autopar.ir.layout import Layout
 from autopar.ir.program import Op, Program
+from autopar.memory.prefetch import Node
 from autopar.operators import OpSharding, row_of
 from autopar.operators.facts import Alias
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import distributed
 
 ALL_REDUCE = "all_reduce"
-Node = tuple[str, Layout]  # a value in a layout
 
 
 def reduced_in_place(
