@@ -10,6 +10,7 @@ import torch
 
 from autopar.errors import InputError
 from autopar.runtime.call_agreement import Aspect
+from autopar.runtime.storage import all_plain
 
 if TYPE_CHECKING:
     from autopar.codegen.module import ParallelModule
@@ -34,6 +35,7 @@ def checked_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequ
             fix='parallelize with precision="bf16-mixed" (or "fp16-mixed"), and call the module outside of autocast',
         )
     check_gradients(module, inputs)
+    _check_anomaly_mode(module)
     _check_hooks(module)
     if not module.autopar.filled:
         _check_filled(module)
@@ -62,6 +64,17 @@ def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> N
                 if module.autopar.plan is not None and module.autopar.plan.inference
                 else "unfreeze the model and parallelize it again; or parallelize it unfrozen, and freeze afterwards",
             )
+
+
+def _check_anomaly_mode(module: ParallelModule) -> None:
+    """Refuse autograd's search for NaNs where weights are split: it reads gradients that are on their way, and DTensors have no
+    operator for it."""
+    looks = torch.is_grad_enabled() and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    if looks and not all_plain(module.parameters()):
+        raise InputError(
+            "autograd's anomaly mode looks for NaNs in gradients that are still on their way between ranks",
+            fix='detect_anomaly(check_nan=False); or whole weights: strategy="ddp"',
+        )
 
 
 def _check_hooks(module: ParallelModule) -> None:

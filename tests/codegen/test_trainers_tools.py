@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from pathlib import Path
 
@@ -189,3 +190,27 @@ def composed(_: None) -> None:
 
 def test_forwards_before_one_backward_and_modules_in_a_chain_pass_gradients_on(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:composed", ranks=2, keep=True)
+
+
+def live() -> int:
+    """How many tensors there are that Python knows of."""
+    gc.collect()
+    return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
+
+
+def forwards_without_backwards(strategy: str) -> None:
+    parallel = autopar.parallelize(Net(), batches()[0, 0], (2,), strategy=strategy, device="h100")
+    counts = []
+    for _ in range(6):
+        parallel(batches()[0, 0])
+        counts.append(live())
+    assert counts[-1] <= counts[1], f"tensors after each forward: {counts}"
+    with torch.autograd.detect_anomaly(check_nan=False):
+        parallel(batches()[0, 0]).backward()
+    with torch.autograd.detect_anomaly(), pytest.raises(InputError, match="anomaly mode looks for NaNs"):
+        parallel(batches()[0, 0])
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_forwards_that_no_backward_follows_leave_nothing_and_anomaly_mode_is_refused(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:forwards_without_backwards", "fsdp", ranks=2, keep=True)

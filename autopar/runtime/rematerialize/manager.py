@@ -187,7 +187,9 @@ class Rematerializer:
         part = self._part(tensor)
         if part:
             return PackedTensor(part.claim())
-        packed = PackedTensor(tensor)
+        packed = PackedTensor(
+            tensor.detach() if tensor.grad_fn is not None else tensor
+        )  # a result would hold the graph that holds it
         self._packed.setdefault(tensor.untyped_storage(), []).append(ref(packed))
         return packed
 
