@@ -59,8 +59,8 @@ class Gradients:
     def lives(
         self, chosen: Assignment, schedule: Schedule, in_place: frozenset[Step], *, first: bool = False
     ) -> Iterator[LiveRange]:
-        """The live ranges of all gradient buffers in one step, some conversions are `in_place`; with `first` no micro-batch
-        was before that left gradients.
+        """The live ranges of all gradient buffers in one step, where some conversions are `in_place`; with `first` no
+        micro-batch was before that left gradients.
 
         Those of weights that are gathered once for all micro-batches are counted as if one was.
         """

@@ -80,7 +80,8 @@ class _Owners:
             return False
         for op, position in self.readers[node]:
             if self._is_view(op):
-                if not self._has_new_gradient((op.results[0].name, self.chosen.ops[op.name].results[0])):
+                viewed = op.results[0].name, self.chosen.ops[op.name].results[0]
+                if position or not self._has_new_gradient(viewed):
                     return False
             elif position not in self._multiplied(op):
                 return False

@@ -172,8 +172,10 @@ def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 def with_own_storage(stored: torch.Tensor) -> torch.Tensor:
     """What this rank stores, without a larger tensor of which its part is a view."""
-    local = stored.to_local() if isinstance(stored, DTensor) else stored
-    if not isinstance(stored, DTensor) or local.untyped_storage().nbytes() <= local.nbytes:
+    if not isinstance(stored, DTensor):
+        return stored
+    local = stored.to_local()
+    if local.untyped_storage().nbytes() <= local.nbytes:
         return stored
     mesh, places = stored.device_mesh, stored.placements
     return DTensor.from_local(local.clone(), mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())

@@ -187,9 +187,8 @@ class Rematerializer:
         part = self._part(tensor)
         if part:
             return PackedTensor(part.claim())
-        packed = PackedTensor(
-            tensor.detach() if tensor.grad_fn is not None else tensor
-        )  # a result would hold the graph that holds it
+        # without its graph: that of an operator's own result holds what is packed here
+        packed = PackedTensor(tensor.detach() if tensor.grad_fn is not None else tensor)
         self._packed.setdefault(tensor.untyped_storage(), []).append(ref(packed))
         return packed
 
