@@ -61,12 +61,6 @@ def whole(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) 
     return _relaxed(whole_problem(problem), settings, cutoff)
 
 
-def wide(problem: Problem, dual: DualBound, settings: SearchSettings, cutoff: float) -> Core | None:
-    """The widest core that is tried; None if it is nearly everything. It relaxes much sooner than the whole: of GPT-3 on
-    (8, 16, 8) at peaks, without overlap, in 1 CPU second instead of 46."""
-    return _up_to((1 + settings.core_windows[-1]) * dual.bound, whole_problem(problem), dual, settings, cutoff)
-
-
 def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf, *, dual: DualBound | None = None) -> Core | None:
     """A core that holds every solution that is cheaper than one that is known, or than the cutoff in seconds; None if none is
     below the cutoff. At the deadline the last core that rounds to a solution, though it may not hold all that are cheaper.
@@ -126,4 +120,4 @@ def _price(core: Core, settings: SearchSettings) -> float:
         return math.inf
 
 
-__all__ = ["Core", "core", "whole", "wide"]
+__all__ = ["Core", "core", "whole"]

@@ -89,7 +89,7 @@ class IntegerProgram:
         self.problem, self.columns, self.matrix = problem, Columns(), Matrix()
         self._per_second = MICROSECONDS
         self._peak: tuple[int, float] | None = None  # the column of the peak, and its unit in bytes
-        self._memory_rows: dict[str, tuple[int, float]] = {}  # by name: the place of the block, and its unit in bytes
+        self.memory_rows: dict[str, tuple[int, float]] = {}  # by name: the place of the block, and its unit in bytes
         for choice in problem.choices:  # (one)
             number, first = len(choice.seconds), self._add_columns(choice.seconds, integer=True)
             self.columns.pick.append(first)
@@ -229,13 +229,13 @@ class IntegerProgram:
             columns.append(np.array([self._peak[0]]))
             values.append(np.array([-scale]))
         column, value = np.concatenate(columns), np.concatenate(values) / scale
-        self._memory_rows[row.name] = self.matrix.add_row(column, value, -np.inf, (limit - row.constant) / scale), scale
+        self.memory_rows[row.name] = self.matrix.add_row(column, value, -np.inf, (limit - row.constant) / scale), scale
 
     def tighten(self, row: Row) -> RowBound | None:
         """Change the constant of a memory row that is there already; None if none of its name is."""
-        if row.name not in self._memory_rows:
+        if row.name not in self.memory_rows:
             return None
-        place, scale = self._memory_rows[row.name]
+        place, scale = self.memory_rows[row.name]
         upper = ((0.0 if self._peak and not row.fixed else row.limit) - row.constant) / scale
         return RowBound(row=self.matrix.change_upper(place, upper), upper=upper)
 

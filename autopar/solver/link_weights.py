@@ -31,6 +31,7 @@ class Weighed:
     used on the way to them."""
 
     problem: Problem
+    weights: Weights
     bound: float
     picks: list[Bools]
     arcs: list[Bools]
@@ -63,23 +64,23 @@ def best_weights(problem: Problem, settings: SearchSettings, first: Core | None 
             break
         if found.bound > bound:
             best, bound = weights, found.bound
-        _note(found.search.window, found.search.relaxation, found.relaxed.result.values, settings.integrality, picks, arcs)
+        note(found.search.window, found.search.relaxation, found.relaxed.result.values, settings.integrality, picks, arcs)
         small = Relaxation(IntegerProgram(selected(problem, [np.flatnonzero(p) for p in picks], arcs).problem), settings)
         price = small.relax().bound
         if price <= (1 + settings.weights_gap) * bound:
             break
         weights = small.link_duals()
-    return Weighed(problem=weighed(problem, best), bound=bound, picks=picks, arcs=arcs)
+    return Weighed(problem=weighed(problem, best), weights=best, bound=bound, picks=picks, arcs=arcs)
 
 
-def _note(
+def note(
     window: Window, relaxation: Relaxation, values: Floats, tolerance: float, picks: list[Bools], arcs: list[Bools]
 ) -> None:
     """Mark what a relaxation uses."""
     program = relaxation.program
     for o, (_, shares) in enumerate(picks_of(program, values)):
         picks[o][window.picks[o][shares > tolerance]] = True
-    for w, (edge, use) in enumerate(zip(program.problem.edges, program.columns.use, strict=True)):
+    for w, (edge, use) in enumerate(zip(program.problem.edges[: len(arcs)], program.columns.use, strict=False)):
         arcs[w][window.arcs[w][values[use : use + len(edge.seconds)] > tolerance]] = True
 
 

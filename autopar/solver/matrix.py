@@ -84,6 +84,10 @@ class Matrix:
         self._blocks[block] = replace(self._blocks[block], upper=upper)
         return self._blocks[block].first
 
+    def first_row(self, block: int) -> int:
+        """The place of the first row of a block."""
+        return self._blocks[block].first
+
     def block(self, cost: Floats, column: int = 0, row: int = 0) -> SparseBlock:
         """The columns from `column` and the rows from `row` on; entries of the same place are added."""
         blocks = [block for block in self._blocks if block.first >= row]

@@ -81,7 +81,7 @@ def in_flight_columns(problem: Problem, columns: Columns, matrix: Matrix, term: 
     )
 
 
-def _ends(edge: Edge, end: int) -> tuple[int, Ints]:
+def ends(edge: Edge, end: int) -> tuple[int, Ints]:
     """The choice at one end of an edge, and the layout there of each of its candidates."""
     if end == PRODUCER:
         return edge.producer, edge.produced
@@ -90,14 +90,14 @@ def _ends(edge: Edge, end: int) -> tuple[int, Ints]:
 
 def _picked(columns: Columns, edge: Edge, end: int) -> LayoutColumns:
     """The picks at one end of an edge."""
-    choice, layouts = _ends(edge, end)
+    choice, layouts = ends(edge, end)
     column = columns.pick[choice] + np.arange(len(layouts))
     return LayoutColumns(layouts=layouts, columns=column, values=np.ones(len(layouts)))
 
 
 def _rerun(problem: Problem, columns: Columns, edge: Edge, end: int) -> LayoutColumns | None:
     """The reruns at one end of an edge; None if the choice there must not run again."""
-    choice, layouts = _ends(edge, end)
+    choice, layouts = ends(edge, end)
     if choice not in columns.rerun:
         return None
     column, share = columns.rerun[choice] + np.arange(len(layouts)), 1.0 / problem.choices[choice].count

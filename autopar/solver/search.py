@@ -82,7 +82,7 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
     rows, best = memory.take(window, rows), None
     while True:
         try:
-            relaxed = _relax_with_rows(search, memory, rows, cutoff)
+            relaxed = relax_with_rows(search, memory, rows, cutoff)
             bound = max(bound, relaxed.bound)
             solution = None if relaxed.result is None else _integral(search, relaxed.result)
         except TimeLimitError:
@@ -161,7 +161,7 @@ def round_and_judge(search: Search, memory: LazyRows, relaxed: SolverResult) -> 
     return None if excess else solution, rows
 
 
-def _relax_with_rows(search: Search, memory: LazyRows, rows: list[Row], cutoff: float) -> Relaxed:
+def relax_with_rows(search: Search, memory: LazyRows, rows: list[Row], cutoff: float) -> Relaxed:
     """Add rows and relax, until the rounded relaxation breaks no more."""
     bound = 0.0
     while True:
@@ -270,4 +270,4 @@ def _branched(search: Search, relaxed: SolverResult) -> Solution | None:
     return solution
 
 
-__all__ = ["Outcome", "Search", "rerouted", "round_and_judge", "search_rows"]
+__all__ = ["Outcome", "Search", "relax_with_rows", "rerouted", "round_and_judge", "search_rows"]

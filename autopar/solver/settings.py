@@ -124,8 +124,17 @@ class SearchSettings:
     weighed_columns: int = 100_000
     """Candidates and arcs of a problem from which on its regions are prices: GPT-3 on (8, 16, 8), 183,000, takes
     61 CPU seconds in all, and 1,192 with rows of regions and of memory together; without those of memory 96 for a bound that is
-    not found in 20,000 iterations, and 6 so (planning: gpt3). Without regions a wide core is relaxed from there on, before the
-    whole, where rows bind."""
+    not found in 20,000 iterations, and 6 so (planning: gpt3). Where rows bind, they are prices, too: with messages over
+    flattened axes GPT-3 takes 20 CPU seconds of solving, and was not seen to its end after 217 in windows of the whole."""
+
+    # rows of memory as prices
+
+    price_rounds: int = 12
+    """Rounds of column generation at most, where rows of memory are prices: GPT-3 on (8, 16, 8) takes 1 (planning)."""
+
+    first_price: float = 0.25
+    """Of the bound: what all bytes of a limit cost at first where nothing that earlier prices used keeps to it, doubled until
+    something does. GPT-3 on (8, 16, 8) ends at 0.11 and 0.18 of 2.35 s for two moments (planning)."""
 
     # a proposal by sums, for the simulator
 

@@ -20,9 +20,10 @@ Without rows that bind, only the core is relaxed (`_without_rows`). Where messag
 is the one to start from (0 to 1% above the bound on 15 baselines), and the long rows of regions join in the window of what
 could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 in the whole. In a large problem regions are
 prices instead (`link_weights`). Where rows bind (`_within_rows`),
-nobody knows what a solution will cost: the whole is relaxed, of a large problem a wide core first, and narrow windows are
-searched until one holds a solution (`_near`). Where that would be three large relaxations, a wide window is relaxed once, with
-rows (`_at_once`). `search.search_rows` is rows to reroute in one of them.
+nobody knows what a solution will cost: the whole is relaxed, and narrow windows are searched until one holds a solution
+(`_near`). Where that would be three large relaxations, a wide window is relaxed once, with rows (`_at_once`); in a large
+problem rows are prices, too, and what few of these use is searched (`_by_prices`). `search.search_rows` is rows to reroute in
+one of them.
 The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
 clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
@@ -33,7 +34,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.solver.core import Core, core, whole, wide
+from autopar.solver.column_generation import best_prices
+from autopar.solver.core import Core, core, whole
 from autopar.solver.dual_ascent import DualBound, dual_ascent
 from autopar.solver.highs import TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
@@ -125,7 +127,7 @@ class Solver:
     def none_below(self, cutoff: float, judge: Judge) -> bool:
         """Whether it is proven that no solution which every row allows costs less than `cutoff` seconds: by the bound by
         messages, by that without rows, or by a relaxation of all that is cheaper, with the rows that a judge has of the
-        cheapest solution."""
+        cheapest solution; in a large problem by their prices."""
         presolved, settings = self._presolved, self.settings
         if self._core is None:
             self._dual = dual_ascent(presolved.problem, settings)
@@ -138,6 +140,9 @@ class Solver:
         round_and_judge(first.search, memory, first.relaxed.result)
         if not memory.rows:
             return False
+        weighed = self._weigh()
+        if weighed is not None:
+            return best_prices(presolved.problem, weighed, memory, settings).bound >= cutoff
         dual = first.dual
         assert dual is not None, "a core is bounded by messages first"
         part = window(whole_problem(presolved.problem), dual.candidates, dual.arcs, cutoff - dual.bound, 1.0)
@@ -181,12 +186,15 @@ class Solver:
 
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
         """The cheapest solution where rows bind: what is known of the first core says nothing of solutions that are more
-        expensive. Of a large problem a wide one is searched first."""
+        expensive."""
         at_once = self._at_once(memory, cutoff) if self._base is None else None
         if at_once is not None:
             return at_once
+        by_prices = self._by_prices(memory, cutoff)
+        if by_prices is not None:
+            return by_prices
         if self._base is None:
-            self._base = self._wide(cutoff) or self._everything(cutoff)
+            self._base = self._everything(cutoff)
             if self._base.relaxed.result is None:
                 return Outcome(solution=None, bound=self._base.bound)
         found = Outcome(solution=None, bound=self._base.bound)
@@ -212,14 +220,23 @@ class Solver:
         best = found.solution and self._with_regions(memory, found.solution)
         return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
 
-    def _wide(self, cutoff: float) -> Core | None:
-        """A core of a large problem that holds what costs little more than where nothing binds; None where regions are prices,
-        or that is not known. Smaller ones relax soon, and better: Llama-3 70B on (16, 8) takes 40 CPU seconds in all, and 67
-        from a core, whose window proves slowly."""
-        if not self._large or self._weigh() is not None or self._core is None or self._core.dual is None:
+    def _by_prices(self, memory: LazyRows, cutoff: float) -> Outcome | None:
+        """A solution of a large problem, of what few prices of memory use, with their bound; None if it is far from that, or
+        none is found."""
+        weighed = self._weigh()
+        if weighed is None:
             return None
-        found = wide(self._presolved.problem, self._core.dual, self.settings, cutoff)
-        return found if found is not None and found.relaxed.result is not None and found.relaxed.bound < found.holds else None
+        priced, settings = best_prices(self._presolved.problem, weighed, memory, self.settings), self.settings
+        if priced.bound >= cutoff:
+            return Outcome(solution=None, bound=priced.bound)
+        try:
+            found = search_rows(priced.search, memory, cutoff)
+        except TimeLimitError as error:
+            raise TimeLimitError(settings.deadline, priced.bound) from error
+        if found.solution is None or found.seconds > (1 + settings.window_gap) * priced.bound:
+            return None if cutoff == math.inf else Outcome(solution=None, bound=priced.bound)
+        settings.deadline.note_solution()
+        return Outcome(solution=priced.search.window.expand(found.solution), bound=priced.bound, complete=True)
 
     def _at_once(self, memory: LazyRows, cutoff: float) -> Outcome | None:
         """The cheapest solution of a problem of many columns, in one window of the bound by messages, wide enough for what rows
@@ -248,10 +265,10 @@ class Solver:
         return whole(self._presolved.problem if weighed is None else weighed.problem, self.settings, cutoff)
 
     def _weigh(self) -> Weighed | None:
-        """A large problem with its regions as prices, for with their long rows it takes minutes; None if it is not one."""
-        problem = self._presolved.problem
-        if self._weighed is None and problem.regions and self._large:
-            self._weighed = best_weights(problem, self.settings, self._core)
+        """A large problem with its regions, if it has some, as prices, for with their long rows it takes minutes; None if it is
+        not one."""
+        if self._weighed is None and self._large:
+            self._weighed = best_weights(self._presolved.problem, self.settings, self._core)
         return self._weighed
 
     @property

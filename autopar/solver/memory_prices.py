@@ -1,0 +1,223 @@
+"""Memory rows as prices: the rows of moments, relaxed by Lagrange multipliers of seconds per byte.
+
+With fixed prices, what is alive at a moment is charged where it is chosen, so that the program has neither rows nor shares of
+members, and is solved as fast as without a budget:
+
+    bound = min over solutions of (seconds + sum_r price[r] bytes[r]) - sum_r price[r] limit[r]
+
+What the backward needs pays for the bytes that it takes, or for what makes it available again, whichever is less: for the share
+of its members that is cheapest, as both are linear in shares. What is needed for that in turn counts where nobody saves it.
+
+    held[l]         price . bytes of layout l
+    rerun[o,c]      recompute[o,c] + sum of available[v, layout that c reads] over edges v that are not saved themselves
+    available[p,l]  min(rerun of the producer in p + convert[p,l], min_x held[x] + convert[x,l])
+    kept[p,l]       min over shares s of s available[p,l] + (1 - s) held[l]
+
+`p` is the layout that is produced, `l` the one that a consumer saves, `convert` the shortest way of conversions that are made
+again. Where several edges share a rerun each has its part: nothing is counted twice, so that no solution costs more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solver.memory_terms import ends
+from autopar.solver.problem import PRODUCER, Consumer, Edge, Floats, Ints, Problem, RetainedTerm, Row, storages
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Charged:
+    """A problem whose prices hold what rows count: whatever keeps the rows costs at least its optimum less `limits` seconds."""
+
+    problem: Problem
+    limits: float
+
+
+def charged(problem: Problem, rows: Sequence[Row], prices: Mapping[str, float]) -> Charged:
+    """The problem at prices by which a solution costs at most
+
+        its seconds + sum of prices[row] * (row_bytes(row) - row.limit) + limits
+
+    however much of it is recomputed or offloaded: that is part of the prices here, where nothing may run again. Its choices
+    are those of the problem; edges that stand for what is saved come after its own.
+
+    Args:
+        problem: without regions.
+        rows: of the problem; their constants do not count.
+        prices: seconds per byte by the names of rows, at least 0; 0 where there is none.
+    """
+    return _Charges(problem, [(row, price) for row in rows if (price := prices.get(row.name, 0.0)) > 0]).charged()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A term of a row, and seconds by storage for all its bytes."""
+
+    term: RetainedTerm
+    due: Floats
+
+    @property
+    def share(self) -> float:
+        return self.term.first_share
+
+
+class _Charges:
+    """What the priced rows of a problem charge."""
+
+    def __init__(self, problem: Problem, rows: Sequence[tuple[Row, float]]) -> None:
+        self.problem, self._rows = problem, rows
+        self.held: dict[int, list[_Held]] = defaultdict(list)
+        self._rerun: dict[int, Floats | None] = {}
+        self._available: dict[int, Floats] = {}
+        for row, price in rows:
+            for term in row.retained:
+                self.held[term.edge].append(_Held(term, price * term.bytes))
+        self.storage = {w: storages(problem.edges[w]) for w in self.held}
+        self.outputs: dict[int, int] = defaultdict(int)  # edges that share what their producer's rerun costs
+        self.inputs: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of a choice: edges that only its rerun needs
+        for w, terms in self.held.items():
+            edge = problem.edges[w]
+            self.outputs[edge.producer] += 1
+            if not any(held.term.saved_by or held.term.read_by for held in terms):
+                for end in {end for held in terms for end in held.term.rerun_by if end != PRODUCER}:
+                    self.inputs[edge.consumers[end].choice].append((w, end))
+
+    def charged(self) -> Charged:
+        problem = self.problem
+        seconds, arcs = [choice.seconds.copy() for choice in problem.choices], [edge.seconds.copy() for edge in problem.edges]
+        for row, price in self._rows:
+            for o, size in row.picks.items():
+                seconds[o] += price * size
+            for w, size in row.uses.items():
+                arcs[w] += price * size
+            for o, size in row.recompute.items():
+                seconds[o] += price * np.minimum(size, 0.0)
+        own = [replace(one, seconds=due, recompute=None, offload=None) for one, due in zip(problem.edges, arcs, strict=True)]
+        more = list[Edge]()
+        for w in self.held:
+            edge = problem.edges[w]
+            for end, kept in self._kept(w).items():
+                o, nodes = ends(edge, end)
+                if end == PRODUCER:
+                    seconds[o] += kept.diagonal()[nodes]
+                    continue
+                produced = np.unique(edge.produced)
+                least = kept[produced].min(axis=0)
+                seconds[o] += least[nodes]
+                rest = kept - least
+                if rest[np.ix_(produced, np.unique(nodes))].max(initial=0.0) > 0:
+                    more.append(_saved(edge, end, rest))
+        shift = [min(0.0, float(due.min())) for due in seconds]
+        return Charged(
+            problem=Problem(
+                choices=tuple(
+                    replace(choice, seconds=due - less, recompute=None)
+                    for choice, due, less in zip(problem.choices, seconds, shift, strict=True)
+                ),
+                edges=(*own, *more),
+                fixed_charges=tuple(charge for charge in problem.fixed_charges if not charge.recomputed),
+            ),
+            limits=sum(price * row.limit for row, price in self._rows) - sum(shift),
+        )
+
+    def _kept(self, w: int) -> dict[int, Floats]:
+        """Seconds that ends of an edge cause by what they save, by the layouts that are produced and wanted: of each term one
+        end, of those that save it the one for which most is held."""
+        edge, storage = self.problem.edges[w], self.storage[w]
+        found: dict[int, Floats] = {}
+        saved: dict[int, list[_Held]] = defaultdict(list)
+        for held in self.held[w]:
+            term = held.term
+            if term.read_by or (term.saved_by and not term.droppable):
+                end = (*term.read_by, *term.saved_by)[0]
+                found[end] = found.get(end, 0.0) + self._due(held, storage)
+            else:
+                for end in term.saved_by:
+                    saved[end].append(held)
+        if saved:
+            most = max(saved, key=lambda end: (sum(float(held.due.max()) for held in saved[end]), -end))
+            again, terms = self.available(w), saved[most]
+            least = np.full((edge.nodes, edge.nodes), np.inf)
+            dues = [self._due(held, storage) for held in terms]
+            for share in sorted({0.0, *(held.share for held in terms)}):
+                rest = [max(0.0, 1 - share / held.share) * due for held, due in zip(terms, dues, strict=True)]
+                least = np.minimum(least, sum(rest) + (share * again if share else 0.0))
+            found[most] = found.get(most, 0.0) + least
+        return found
+
+    def _due(self, held: _Held, storage: Ints) -> Floats:
+        """Seconds for holding all members, by produced and wanted layout."""
+        due = np.tile(held.due[storage], (len(storage), 1))
+        return np.where(storage[:, None] == storage, 0.0, due) if held.term.free_as_produced else due
+
+    def available(self, w: int) -> Floats:
+        """The least seconds that make all members of an edge available for the backward, by produced and wanted layout."""
+        if w not in self._available:
+            edge, storage, terms = self.problem.edges[w], self.storage[w], self.held[w]
+            made, rerun = np.full(edge.nodes, np.inf), self.rerun(edge.producer)
+            if rerun is not None:
+                less = min(1.0, *(held.share for held in terms)) if not any(h.term.saved_by for h in terms) else 1.0
+                np.minimum.at(made, storage[edge.produced], less * rerun / self.outputs[edge.producer])
+            hold = sum((held.due[storage] for held in terms), np.zeros(edge.nodes))
+            if edge.offload is not None:
+                np.minimum.at(hold, storage, edge.offload)
+            if any(held.term.free_as_produced for held in terms):
+                made[:] = 0.0
+            convert = self._conversions(w)
+            held_anywhere = (hold[:, None] + convert).min(axis=0)
+            found = np.minimum(made[storage][:, None] + convert[storage], held_anywhere)
+            self._available[w] = found[:, storage]
+        return self._available[w]
+
+    def rerun(self, o: int) -> Floats | None:
+        """The least seconds of running all members of a choice again, by candidate, with what only that needs."""
+        choice = self.problem.choices[o]
+        if choice.recompute is None:
+            return None
+        if o not in self._rerun:
+            total = choice.recompute.copy()
+            for row, price in self._rows:
+                if o in row.recompute:
+                    total += price * np.maximum(row.recompute[o], 0.0)
+            for w, end in self.inputs[o]:
+                edge = self.problem.edges[w]
+                readers = {end for held in self.held[w] for end in held.term.rerun_by}
+                made = self.available(w)[np.unique(edge.produced)].min(axis=0)
+                total += made[edge.consumers[end].wants] / len(readers)
+            self._rerun[o] = total
+        return self._rerun[o]
+
+    def _conversions(self, w: int) -> Floats:
+        """The shortest ways between storages of conversions that are made again (Floyd and Warshall)."""
+        edge, storage = self.problem.edges[w], self.storage[w]
+        found = np.full((edge.nodes, edge.nodes), np.inf)
+        np.fill_diagonal(found, 0.0)
+        if edge.recompute is not None:
+            moved = np.flatnonzero(~edge.free & np.isfinite(edge.recompute))
+            np.minimum.at(found, (storage[edge.source[moved]], storage[edge.target[moved]]), edge.recompute[moved])
+        for between in np.unique(storage):
+            found = np.minimum(found, found[:, between, None] + found[between])
+        return found
+
+
+def _saved(edge: Edge, end: int, seconds: Floats) -> Edge:
+    """An edge that only carries what an end causes by what it saves: an arc from each layout that is produced to each that is
+    wanted."""
+    consumer = edge.consumers[end]
+    produced, first = np.unique(edge.produced, return_inverse=True)
+    wanted, last = np.unique(consumer.wants, return_inverse=True)
+    source, target = (places.ravel() for places in np.indices((len(produced), len(wanted))))
+    return Edge(
+        name=f"{edge.name}:saved", producer=edge.producer, produced=first,
+        consumers=(Consumer(choice=consumer.choice, wants=len(produced) + last),),
+        nodes=len(produced) + len(wanted), source=source, target=len(produced) + target,
+        seconds=seconds[np.ix_(produced, wanted)].ravel(), conditional_costs=(), free=np.zeros(len(source), bool),
+        count=edge.count,
+    )  # fmt: skip
+
+
+__all__ = ["Charged", "charged"]
