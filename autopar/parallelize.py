@@ -87,7 +87,9 @@ def _from_rank_0(make: Callable[[], ResolvedPlan], captured: Captured, context: 
 
     def text() -> str:
         own.append(make())
-        return own[0].plan.to_json()
+        line = own[0].plan.to_json()
+        Plan.from_json(line)  # where others cannot read it, every rank raises the error
+        return line
 
     line = from_rank_0(text, context)
     return own[0] if own else read_plan(Plan.from_json(line), captured.program, context.mesh)

@@ -20,6 +20,7 @@ from autopar.errors import CaptureError, InputError
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _LIMIT, _DEPTH = 1024, 3  # elements of a container, and containers in one another, that are looked at
 _OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
+_SWITCHES = frozenset({"_disable_adapters"})  # private, but set from outside: by peft's `disable_adapter()`
 _SEEDED = "torch.manual_seed"
 Attributes = Mapping[tuple[str, str], object]  # frozen, by path of the module and name
 Changes = Mapping[tuple[str, str], object]  # their values
@@ -129,7 +130,8 @@ class Settings:
 
     @staticmethod
     def of(model: nn.Module, kept: Set[str]) -> Settings:
-        """What every module of a model holds, but for what is private to its class or set by forward."""
+        """What every module of a model holds, but for what is private to its class (peft's switch of adapters is not) or set by
+        forward."""
         named = [*model.named_modules()]
         return Settings(
             tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in named),
@@ -150,7 +152,8 @@ class Settings:
                             f"{path}.{name}".strip(".") + " was set after the model was captured, which has no effect",
                             captured=repr(value),
                             now=repr(now),
-                            fix="set it before, and parallelize again; or make it an argument of forward, as a tensor",
+                            fix="set it before, and parallelize again, over= the first for the same weights; or make it an "
+                            "argument of forward, as a tensor",
                         )
 
     def _check_modes(self, parallel: nn.Module) -> None:
@@ -167,7 +170,8 @@ class Settings:
 
 def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[str, object]]:
     for name, held in vars(module).items():
-        private = name in _OF_TORCH or name.startswith("_") or f"{path}.{name}".strip(".") in kept
+        private = name in _OF_TORCH or (name.startswith("_") and name not in _SWITCHES)
+        private |= f"{path}.{name}".strip(".") in kept
         if isinstance(held, _SCALARS) and not private:
             yield name, held
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.formulation.cost_breakdown import PURPOSES, Purposes, moment_text
+from autopar.formulation.cost_breakdown import GRADIENTS, PURPOSES, TEMPORARY, Purposes, moment_text
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.device import Bytes
 from autopar.memory.schedule import LiveRange
@@ -47,10 +47,14 @@ def memory_curve(model: MemoryModel, chosen: Assignment, points: int = POINTS) -
     for life in lives:
         for purpose, size in of(life.kind, life.name, life.bytes):
             parts[purpose].append((life, size))
+    purposes = {name: _alive(held, times) for name, held in parts.items() if any(size for _, size in held)}
+    if TEMPORARY in purposes and GRADIENTS in purposes:  # as in `cost_breakdown`
+        less = np.minimum(purposes[TEMPORARY], 0.0)
+        purposes |= {TEMPORARY: purposes[TEMPORARY] - less, GRADIENTS: purposes[GRADIENTS] + less}
     return MemoryCurve(
         moments=tuple(map(int, kept)),
         said=tuple(moment_text(program, int(moment)) for moment in kept),
-        purposes={name: _alive(held, times) for name, held in parts.items() if any(size for _, size in held)},
+        purposes=purposes,
         forward=len(program.ops),
         count=len(whole),
     )

@@ -39,12 +39,12 @@ from autopar.plan.breakdown import (
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.candidates import Candidate, Form
 
-SAVED, RECOMPUTED, TEMPORARY = "saved activations", "recomputed activations", "temporary"
+GRADIENTS, SAVED, RECOMPUTED, TEMPORARY = "gradients", "saved activations", "recomputed activations", "temporary"
 DEFERRED = "deferred gradients of weights"
 # What memory is for, in the order of the report; and that of the memory model's kinds, except what is stored all the time.
-PURPOSES = ("parameters", "gradients", "optimizer state", SAVED, RECOMPUTED, DEFERRED, TEMPORARY, "inputs", "buffers")
+PURPOSES = ("parameters", GRADIENTS, "optimizer state", SAVED, RECOMPUTED, DEFERRED, TEMPORARY, "inputs", "buffers")
 PURPOSE = {
-    "gradient": "gradients", "kept": SAVED, "internal": SAVED, "waiting": SAVED, "deferred": DEFERRED, "recompute": RECOMPUTED,
+    "gradient": GRADIENTS, "kept": SAVED, "internal": SAVED, "waiting": SAVED, "deferred": DEFERRED, "recompute": RECOMPUTED,
     "produced": TEMPORARY, "converted": TEMPORARY, "flowing": TEMPORARY, "flight": TEMPORARY, "transient": TEMPORARY,
 }  # fmt: skip
 
@@ -129,11 +129,14 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
 
 
 def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> dict[str, Bytes]:
-    """Bytes by what they are for."""
+    """Bytes by what they are for. The workspace of a backward may be negative, of one whose gradients never exist all at once:
+    what other temporary memory does not hold of it is part of the gradients."""
     of, found = Purposes(program, optimizer), dict.fromkeys(PURPOSES, 0)
     for entry in held:
         for purpose, size in of(entry.kind, entry.name, entry.bytes):
             found[purpose] += size
+    less = min(0, found[TEMPORARY])
+    found |= {TEMPORARY: found[TEMPORARY] - less, GRADIENTS: found[GRADIENTS] + less}
     return {kind: size for kind, size in found.items() if size}
 
 
@@ -249,4 +252,4 @@ def _of_disk(disk: Disk) -> Iterator[CostParameter]:
         yield CostParameter(of=DEVICE, name=f"share of the disk's {name}", value=value, unit=unit, source=disk.source)
 
 
-__all__ = ["PURPOSES", "Purposes", "account", "moment_text", "stored_words", "told", "words"]
+__all__ = ["GRADIENTS", "PURPOSES", "TEMPORARY", "Purposes", "account", "moment_text", "stored_words", "told", "words"]

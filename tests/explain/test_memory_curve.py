@@ -27,3 +27,28 @@ def test_the_purposes_add_up_to_the_memory_of_the_plan() -> None:
     few = memory_curve(of, chosen, points=4)
     assert len(few.moments) == 4
     assert few.total.max() == plan.peak_memory
+
+
+class Recurrent(nn.Module):
+    """Two layers, whose backward never holds all gradients of weights at once: its workspace beside them is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(6, 10, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[0]  # type: ignore[no-any-return]
+
+
+def test_no_purpose_takes_less_than_nothing_where_gradients_never_exist_all_at_once() -> None:
+    found = autopar.explain.explain(Recurrent(), torch.empty(4, 5, 6), (1,), device="cpu")
+    assert isinstance(found, Explanation)
+    of, chosen, plan = found.planned.solved.memory_model, found.planned.resolved.assignment, found.plan
+    moment = int(of.liveness.walk(chosen).argmax())
+    assert min(held.bytes for held in of.held(chosen, moment)) < 0
+    curve = memory_curve(of, chosen)
+    np.testing.assert_allclose(curve.total, of.liveness.walk(chosen))
+    assert min(held.min() for held in curve.purposes.values()) >= 0
+    assert min(plan.breakdown.memory.values()) > 0
+    assert sum(plan.breakdown.memory.values()) == plan.peak_memory
+    assert autopar.Plan.from_json(plan.to_json()) == plan
