@@ -92,11 +92,11 @@ class Generator(Generating):
         """None of its own: what it would read goes on to each forward."""
         return Unread()
 
-    def _logits(self, past_key_values: object = None, **given: Any) -> Seq2SeqLMOutput:
+    def _logits(self, input_ids: torch.Tensor | None = None, past_key_values: object = None, **given: Any) -> Seq2SeqLMOutput:
         """The logits of tokens, as the model's own forward gives them; raises InputError for what was not planned."""
         if past_key_values is not None:
             raise InputError("a Generator has no cache", fix="leave use_cache and assistants out; parallel_generator has one")
-        tensors, places = self.call.tensors(**given)
+        tensors, places = self.call.tensors(input_ids, **given)
         calls = len(tensors["input_ids"]) // self.call.specs["input_ids"].shape[0]
         rows = zip(*(tensor.to(self.device).chunk(calls) for tensor in tensors.values()), strict=True)
         logits = torch.cat([self._called(dict(zip(tensors, call, strict=True))) for call in rows])[: len(places)]
@@ -209,36 +209,51 @@ class CachedGenerator(Generating):
         return used, module.gather(module(**given))
 
     @torch.no_grad()
-    def generate(self, inputs: torch.Tensor, **options: object) -> object:
+    def generate(
+        self, inputs: torch.Tensor | None = None, *, input_ids: torch.Tensor | None = None, **options: object
+    ) -> object:
         """The library's `generate`, by the planned cache.
 
         Args:
             inputs: prompts, `[sequences, tokens]`, no more than were planned; what an encoder reads is not longer either.
+            input_ids: the same by the name that a tokenizer gives it.
             **options: those of the library's `generate`.
 
         Raises:
-            InputError: more was asked for than was planned, beams, an assistant, or no cache.
+            InputError: there are no prompts, or more was asked for than was planned, beams, guidance, an assistant, or no cache
+                or another one.
         """
-        if options.get("use_cache", True) is not True or "past_key_values" in options:
-            raise InputError("the cache is planned, and always used", fix="leave use_cache and past_key_values out")
+        inputs = input_ids if inputs is None else inputs
+        if inputs is None:
+            raise InputError("there are no prompts", given=", ".join(options) or "nothing", fix="give input_ids")
         config = copy.deepcopy(options.get("generation_config") or self.generation_config)
         assert isinstance(config, GenerationConfig)
         config.update(**options)
+        if options.get("use_cache", True) is not True or "past_key_values" in options or config.cache_implementation:
+            fix = "leave use_cache, past_key_values and cache_implementation out, in the generation_config too"
+            raise InputError("the cache is planned, and always used", fix=fix)
+        if config.guidance_scale not in (None, 1):
+            raise InputError("guidance is not supported with a planned cache", fix="a Generator, which has no cache")
         mode = config.get_generation_mode(options.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             fix = "num_beams=1 without an assistant, or a Generator, which has no cache"
             raise InputError(f"{mode.replace('_', ' ')} is not supported with a planned cache", fix=fix)
+        if config.output_hidden_states or config.output_attentions:
+            raise InputError(
+                "hidden states and attentions were not planned", fix="leave output_hidden_states and output_attentions out"
+            )
         if self.config.is_encoder_decoder:
-            rows, width = inputs.shape
+            copies = config.num_return_sequences or 1  # beside each other, as the library orders them
+            rows, width = copies * inputs.shape[0], inputs.shape[1]
             if rows > self.plan.batch or width > self.plan.prompt:
                 raise InputError(
                     f"the encoder reads {rows} sequences of {width}, but {self.plan.batch} of {self.plan.prompt} were planned",
                     fix="fewer or shorter ones, or plan with a larger sample",
                 )
-            self.source = inputs
+            self.source = inputs.repeat_interleave(copies, dim=0)
             mask = options.setdefault("attention_mask", torch.ones_like(inputs))
             assert isinstance(mask, torch.Tensor)
-            hidden = torch.zeros(rows, width, 1, device=inputs.device)
+            hidden = torch.zeros(len(inputs), width, 1, device=inputs.device)
             options = {
                 **options,
                 "attention_mask": nn.functional.pad(mask, (0, self.plan.prompt - width)),

@@ -100,7 +100,8 @@ class PlannedCall:
             raise InputError(f"generating takes {', '.join(used)}", planned=", ".join(self.specs), fix="leave it out")
         found: dict[str, torch.Tensor] = {}
         if self.encoder:
-            assert encoder_outputs is not None
+            if encoder_outputs is None:
+                raise InputError("a decoder was called without an encoder's output", fix="leave guidance_scale out")
             source = encoder_outputs.last_hidden_state
             self._check_source(source)
             found |= self._read("", source, attention_mask)

@@ -27,6 +27,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from autopar.codegen import ParallelModule
@@ -124,10 +125,12 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> dict[str, object]:
         """Load parts, perhaps of another number of ranks, and what the parallel modules drew from.
 
-        Nothing that a file says is executed, unless `weights_only` is False.
+        Nothing that a file says is executed, unless `weights_only` is False. The library's own loader reads one file with all;
+        it refuses parts where ranks have other parameters, where none is split, or where optimizers were not saved.
         """
-        load = super().load_checkpoint if self.pipeline is None else self._load_stages
-        found: dict[str, object] = load(checkpoint_path, weights_only is not False)
+        folder = Path(self.broadcast(checkpoint_path))
+        load = self._load_parts if folder.is_dir() else super().load_checkpoint
+        found: dict[str, object] = load(folder, weights_only is not False)
         states = found.get(STATES)
         known: Mapping[str, Mapping[str, object]] = states if isinstance(states, Mapping) else {}
         for name, held in self.parallel.items():
@@ -135,17 +138,23 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
                 held.autopar.rng_state.load_state_dict(known[name])
         return found
 
-    def _load_stages(self, checkpoint_path: object, weights_only: bool) -> dict[str, object]:
-        """Load parts of ranks that have different parameters, which the library's own does not know."""
-        folder, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
+    def _load_parts(self, folder: Path, weights_only: bool) -> dict[str, object]:
+        """Load the model from a folder of parts, and optimizers where it has them."""
+        module, saved = self.lightning_module, FileSystemReader(folder).read_metadata().state_dict_metadata
         names = {parameter: name for name, parameter in module.named_parameters()}
         state = {"state_dict": get_model_state_dict(module)}
         state_dict_loader.load(state, checkpoint_id=str(folder))
         module.load_state_dict(state["state_dict"], strict=module.strict_loading)
         for number, optimizer in enumerate(self.optimizers):
-            steps = {f"optimizer_{number}": get_optimizer_state_dict(module, optimizer)}
-            state_dict_loader.load(steps, checkpoint_id=str(folder))
-            optimizer.load_state_dict(state_of(optimizer, names, steps[f"optimizer_{number}"]))
+            own = f"optimizer_{number}"
+            if any(name.startswith(f"{own}.") for name in saved):  # not of weights alone
+                steps: dict[str, Any] = {own: get_optimizer_state_dict(module, optimizer)}
+                for place, group in enumerate(steps[own]["param_groups"]):
+                    for option in [*group]:  # a scheduler that was made after it was saved adds one
+                        if f"{own}.param_groups.{place}.{option}" not in saved:
+                            del group[option]
+                state_dict_loader.load(steps, checkpoint_id=str(folder))
+                optimizer.load_state_dict(state_of(optimizer, names, steps[own]))
         found: dict[str, object] = torch.load(folder / _METADATA_FILENAME, weights_only=weights_only)
         return found
 

@@ -91,6 +91,7 @@ def calls(name: str) -> dict[str, tuple[torch.Tensor, dict[str, object]]]:
         "one": (prompts(1, 1), {}),
         "padded": (prompts(2, PROMPT), {"attention_mask": padded}),
         "drawn": (prompts(3, PROMPT), {"do_sample": True, "top_k": 5}),
+        "drawn twice": (prompts(2, PROMPT), {"do_sample": True, "top_k": 1, "num_return_sequences": 2}),
     }
     return found if name == "t5" else {**found, "longer": (prompts(2, 17), {})}
 
@@ -201,6 +202,13 @@ ASKED = [
     ((5, PROMPT), {}, "5 sequences of 8 tokens, but 4 of 24 were planned"),
     ((1, PROMPT), {"max_new_tokens": 18}, "1 sequences of 25 tokens, but 4 of 24 were planned"),
     ((1, PROMPT), {"use_cache": False}, "the cache is planned, and always used"),
+    ((1, PROMPT), {"cache_implementation": "static"}, "the cache is planned, and always used"),
+    (
+        (1, PROMPT),
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        "hidden states and attentions were not planned",
+    ),
+    ((1, PROMPT), {"guidance_scale": 1.5}, "guidance is not supported with a planned cache"),
 ]
 
 
@@ -210,6 +218,14 @@ def test_more_than_was_planned_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         generator.generate(prompts(*shape), **{**STOP, **options})
+
+
+def test_prompts_have_the_name_that_a_tokenizer_gives_them_too(generator: CachedGenerator) -> None:
+    words = prompts(2, PROMPT)
+    given = generator.generate(input_ids=words, attention_mask=torch.ones_like(words), **STOP)
+    assert torch.equal(given, generator.generate(words, **STOP))
+    with pytest.raises(InputError, match="there are no prompts"):
+        generator.generate(inputs_embeds=torch.zeros(1, PROMPT, 16), **STOP)
 
 
 @pytest.mark.parametrize("wrong", ["", "{", "[]", '{"batch": 1}', "batch", "prompt", "decode", "length"])

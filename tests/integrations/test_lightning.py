@@ -9,6 +9,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -84,12 +85,12 @@ def trained(dropout: float, strategy: str, epochs: int, load: Path | None = None
 
 
 def fitted(folder: Path) -> tuple[list[list[float]], list[list[float]]]:
-    """Losses without dropout under three strategies; and with it, without a stop and with one, under two of them."""
+    """Losses without dropout under three strategies; and with it, without a stop and with one, in parts, stages and whole."""
     launched()
     warnings.simplefilter("ignore")
     plain = [trained(0.0, strategy, 2) for strategy in ("fsdp", "megatron", "stages")]
     stopped = []
-    for strategy in ("fsdp", "stages"):
+    for strategy in ("fsdp", "stages", "ddp"):
         saved = folder / strategy
         resumed = trained(0.5, strategy, 1, save=saved) + trained(0.5, strategy, 2, load=saved)
         stopped += [trained(0.5, strategy, 2), resumed]
@@ -123,9 +124,34 @@ def expected(shares: int) -> list[float]:
 def test_fits_and_tests_have_the_losses_of_one_process_and_resume_with_their_dropout(pool: WorkerPool, tmp_path: Path) -> None:
     for plain, stopped in pool.run(f"{__name__}:fitted", tmp_path, ranks=2):  # type: ignore[misc]
         assert plain == [pytest.approx(expected(shares), rel=1e-4) for shares in (2, 1, 1)]
-        for without, resumed in (stopped[:2], stopped[2:]):
+        for without, resumed in zip(stopped[::2], stopped[1::2], strict=True):
             assert len(without) == 3 * STEPS
             assert resumed == pytest.approx(without, rel=1e-6)
+
+
+def restored(folder: Path) -> list[list[float]]:
+    """The losses of tests behind a fit, and by its weights alone."""
+    launched()
+    warnings.simplefilter("ignore")
+    found = []
+    for strategy in ("fsdp", "ddp"):
+        module = Training(0.0, strategy)
+        saver = ModelCheckpoint(folder / strategy, save_weights_only=True, save_last=True)
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [saver]}
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=AutoparStrategy(), max_epochs=1, **options)
+        trainer.fit(module)
+        for path in (None, saver.last_model_path):
+            module.losses.clear()
+            trainer.test(module, module.train_dataloader(), ckpt_path=path, verbose=False)
+            found.append([*module.losses])
+    return found
+
+
+def test_weights_alone_are_restored_behind_a_fit(pool: WorkerPool, tmp_path: Path) -> None:
+    for found in pool.run(f"{__name__}:restored", tmp_path, ranks=2):
+        for behind, again in zip(found[::2], found[1::2], strict=True):  # type: ignore[index]
+            assert len(behind) == STEPS
+            assert again == pytest.approx(behind, rel=1e-6)
 
 
 def test_a_lightning_module_without_a_parallel_one_is_refused() -> None:
