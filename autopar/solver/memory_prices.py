@@ -55,7 +55,7 @@ def charged(problem: Problem, rows: Sequence[Row], prices: Mapping[str, float]) 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A term of a row, and seconds by storage for all its bytes."""
+    """A term of a row, and seconds by layout for all its bytes."""
 
     term: RetainedTerm
     due: Floats
@@ -75,7 +75,8 @@ class _Charges:
         self._available: dict[int, Floats] = {}
         for row, price in rows:
             for term in row.retained:
-                self.held[term.edge].append(_Held(term, price * term.bytes))
+                layouts = np.arange(problem.edges[term.edge].nodes)
+                self.held[term.edge].append(_Held(term, price * term.bytes[term.storage(layouts)]))
         self.storage = {w: storages(problem.edges[w]) for w in self.held}
         self.outputs: dict[int, int] = defaultdict(int)  # edges that share what their producer's rerun costs
         self.inputs: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of a choice: edges that only its rerun needs
@@ -85,6 +86,8 @@ class _Charges:
             if not any(held.term.saved_by or held.term.read_by for held in terms):
                 for end in {end for held in terms for end in held.term.rerun_by if end != PRODUCER}:
                     self.inputs[edge.consumers[end].choice].append((w, end))
+        for o in sorted(self.outputs):  # in the order of the program, so that what a rerun needs is known
+            self.rerun(o)
 
     def charged(self) -> Charged:
         problem = self.problem
@@ -151,7 +154,7 @@ class _Charges:
 
     def _due(self, held: _Held, storage: Ints) -> Floats:
         """Seconds for holding all members, by produced and wanted layout."""
-        due = np.tile(held.due[storage], (len(storage), 1))
+        due = np.tile(held.due, (len(storage), 1))
         return np.where(storage[:, None] == storage, 0.0, due) if held.term.free_as_produced else due
 
     def available(self, w: int) -> Floats:
@@ -162,7 +165,8 @@ class _Charges:
             if rerun is not None:
                 less = min(1.0, *(held.share for held in terms)) if not any(h.term.saved_by for h in terms) else 1.0
                 np.minimum.at(made, storage[edge.produced], less * rerun / self.outputs[edge.producer])
-            hold = sum((held.due[storage] for held in terms), np.zeros(edge.nodes))
+            hold = np.full(edge.nodes, np.inf)
+            np.minimum.at(hold, storage, sum((held.due for held in terms), np.zeros(edge.nodes)))
             if edge.offload is not None:
                 np.minimum.at(hold, storage, edge.offload)
             if any(held.term.free_as_produced for held in terms):
