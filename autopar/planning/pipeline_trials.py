@@ -222,7 +222,8 @@ class PipelineTrials(ABC):
 
     def _as_uncut(self, made: StagedStep, over: PipelineAxis, asked: Options) -> StagedStep | None:
         """Stages that send what they send in the layouts of a whole step, where that may be faster: a stage that is planned
-        after another one makes the best of what it receives, which may be dear for all that follow."""
+        after another one makes the best of what it receives, which may be dear for all that follow. Only stages that would send
+        or receive another layout can be faster."""
         cut, planner, stages = made.cut, over.planner, made.stage_seconds
         if asked.strategy != AUTO or planner.mesh.size == 1:
             return None
@@ -230,8 +231,10 @@ class PipelineTrials(ABC):
             whole = planner.uncut(made.steps.step, cut.repeats)
             share = whole.seconds / sum(cut.repeats * one.busy + one.once for one in stages)
             sent = {crossing.value: whole.layouts[crossing.value] for crossing in made.crossings}
-            alike = all(sent[crossing.value] == crossing.layout for crossing in made.crossings)
-            if alike or share >= 1 - WORTH or share * made.seconds >= self.seconds:
+            other = [one.stage for one in made.crossings if sent[one.value] != one.layout]
+            touched = len({*other, *(stage + 1 for stage in other)}) / len(stages)
+            least = 1 - (1 - share) * touched
+            if least >= 1 - WORTH or least * made.seconds >= self.seconds:
                 return None
         except AutoparError as error:
             self.refused.append(error)
