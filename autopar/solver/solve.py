@@ -226,17 +226,18 @@ class Solver:
         weighed = self._weigh()
         if weighed is None:
             return None
-        priced, settings = best_prices(self._presolved.problem, weighed, memory, self.settings), self.settings
-        if priced.bound >= cutoff:
-            return Outcome(solution=None, bound=priced.bound)
+        settings, bound = self.settings, weighed.bound
         try:
+            priced = best_prices(self._presolved.problem, weighed, memory, settings)
+            if (bound := priced.bound) >= cutoff:
+                return Outcome(solution=None, bound=bound)
             found = search_rows(priced.search, memory, cutoff)
         except TimeLimitError as error:
-            raise TimeLimitError(settings.deadline, priced.bound) from error
-        if found.solution is None or found.seconds > (1 + settings.window_gap) * priced.bound:
-            return None if cutoff == math.inf else Outcome(solution=None, bound=priced.bound)
+            raise TimeLimitError(settings.deadline, bound) from error
+        if found.solution is None or found.seconds > (1 + settings.window_gap) * bound:
+            return None if cutoff == math.inf else Outcome(solution=None, bound=bound)
         settings.deadline.note_solution()
-        return Outcome(solution=priced.search.window.expand(found.solution), bound=priced.bound, complete=True)
+        return Outcome(solution=priced.search.window.expand(found.solution), bound=bound, complete=True)
 
     def _at_once(self, memory: LazyRows, cutoff: float) -> Outcome | None:
         """The cheapest solution of a problem of many columns, in one window of the bound by messages, wide enough for what rows
