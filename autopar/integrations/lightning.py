@@ -17,7 +17,7 @@ folders of parts. Needs the package lightning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +147,21 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         module.load_state_dict(state["state_dict"], strict=module.strict_loading)
         for number, optimizer in enumerate(self.optimizers):
             own = f"optimizer_{number}"
-            if any(name.startswith(f"{own}.") for name in saved):  # not of weights alone
+            if _has(saved, own):  # not of weights alone
                 steps: dict[str, Any] = {own: get_optimizer_state_dict(module, optimizer)}
                 for place, group in enumerate(steps[own]["param_groups"]):
                     for option in [*group]:  # a scheduler that was made after it was saved adds one
-                        if f"{own}.param_groups.{place}.{option}" not in saved:
+                        if not _has(saved, f"{own}.param_groups.{place}.{option}"):
                             del group[option]
                 state_dict_loader.load(steps, checkpoint_id=str(folder))
                 optimizer.load_state_dict(state_of(optimizer, names, steps[own]))
         found: dict[str, object] = torch.load(folder / _METADATA_FILENAME, weights_only=weights_only)
         return found
+
+
+def _has(saved: Iterable[str], name: str) -> bool:
+    """Whether a checkpoint has an entry, or parts of it."""
+    return any(one == name or one.startswith(f"{name}.") for one in saved)
 
 
 class StagePrecision(Precision):  # type: ignore[misc]

@@ -63,7 +63,8 @@ def name_groups(groups: Sequence[OptimizerGroup], parallel: ParallelModule) -> N
 def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], steps: Mapping[str, Any]) -> OptimizerGroup:
     """What an optimizer loads, of a state that has parameters by name.
 
-    A group that is empty on this rank keeps its settings: torch's own `set_state_dict` knows at most one such group.
+    A group that is empty on this rank keeps its settings: torch's own `set_state_dict` knows at most one such group. So does a
+    group those that were not saved.
     """
     numbers: dict[str, int] = {}
     groups: list[OptimizerGroup] = []
@@ -76,7 +77,7 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
             )
         numbers |= {name: number for number, name in enumerate(own, len(numbers))}
         kept = {key: group[key] for key in ("param_names",) if key in group}  # of an optimizer that was given names
-        groups.append({**(saved or group), **kept, "params": [numbers[name] for name in own]})
+        groups.append({**group, **(saved or {}), **kept, "params": [numbers[name] for name in own]})
     return {"state": {numbers[name]: one for name, one in steps["state"].items() if name in numbers}, "param_groups": groups}
 
 
