@@ -23,6 +23,7 @@ from autopar.ir.program import Program
 
 # What is one message for a whole bucket, sent while the program computes: of its values (again, too), and of their gradients.
 TOGETHER = (frozenset({"all_gather", *TO_DEVICE}), frozenset({"all_reduce", "reduce_scatter", *FROM_DEVICE}))
+LONGEST = 1000  # steps of a route, and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,8 @@ def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:
 def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
     """The first axis of a step where gradients only travel, in the order of axes; else what follows, by the steps before it.
 
-    So weights meet on an axis, though one of them skips the axes before.
+    So weights meet on an axis, though one of them skips the axes before. Steps that share no message are between those that do,
+    and move none of them: weights meet though one of them is cut, or padded, before it is gathered, and another one after.
     """
     before, chain = _before(route, step.source), [step]
     while before is not None:
@@ -102,7 +104,8 @@ def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
         before = _before(route, before.source)
     if not any(map(moves, chain)) and all(later.axes[0] > sooner.axes[-1] for later, sooner in itertools.pairwise(chain)):
         return step.axes[0]
-    return len(step.source) + len(chain)
+    sent = [place for place, one in enumerate(chain) if _together(one)]  # of the steps from this one back
+    return len(step.source) + LONGEST * len(sent) + (sent[0] if sent else len(chain))
 
 
 def _before(route: tuple[Conversion, ...], layout: Layout) -> Conversion | None:

@@ -237,7 +237,8 @@ class Solver:
         if found.solution is None or found.seconds > (1 + settings.window_gap) * bound:
             return None if cutoff == math.inf else Outcome(solution=None, bound=bound)
         settings.deadline.note_solution()
-        return Outcome(solution=priced.search.window.expand(found.solution), bound=bound, complete=True)
+        best = priced.search.window.expand(found.solution)
+        return Outcome(solution=best if best.seconds < cutoff else None, bound=bound, complete=True)
 
     def _at_once(self, memory: LazyRows, cutoff: float) -> Outcome | None:
         """The cheapest solution of a problem of many columns, in one window of the bound by messages, wide enough for what rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -17,12 +17,13 @@ from autopar.analysis.weight_buckets import LIMIT, SPARE, weight_buckets
 from autopar.analysis.weights import copies
 from autopar.capture import Captured, capture
 from autopar.ir.conversion import Conversion
+from autopar.ir.layout import I, Layout, P, R, split
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.operators import fit
 from autopar.plan.assignment_text import resolve
 from autopar.plan.options import Options
-from autopar.search_space.buckets import bucketed
+from autopar.search_space.buckets import Bucket, bucketed
 from autopar.verify.testing import random_plan_of
 from tests.support import models, planning
 from tests.support.planning import NETWORK, NVLINK, mesh
@@ -170,6 +171,12 @@ def path(route: Route, step: Conversion) -> list[Conversion]:
 PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [("random", seed) for seed in range(3)]
 
 
+def level_of(name: str, step: Conversion, found: Sequence[Bucket]) -> int:
+    """The level at which a weight makes a step."""
+    (level,) = (one.level for one in found if (name, step) in one.steps)
+    return level
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("strategy, seed", PLANS)
 @pytest.mark.parametrize("model", ["llama", "gpt2", "layers"])
@@ -190,15 +197,35 @@ def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_a
         assert {(s.axis, s.primitives) for _, s in one.steps} == {(one.axis, one.primitives)}
         (kept,) = {pair not in recompute for pair in one.steps}
         for name, step in one.steps:
-            *before, last = (turn.axis for turn in reversed(path(routes[name], step)))
+            way = [*reversed(path(routes[name], step))]
+            *before, last = (turn.axis for turn in way)
             in_turn = not moved and [*before, last] == sorted({*before, last})
-            assert one.level == (last if in_turn else len(step.source) + len(before) + 1)
+            levels = [level_of(name, turn, found) for turn in way]
+            assert one.level == last if in_turn else levels == sorted({*levels})
         there, back = one.primitives
         if there == "all_gather" or back in ("all_reduce", "reduce_scatter"):
             kinds.append((moved, number, one.level, one.axis, one.primitives, kept))
         else:
             assert len(one.steps) == 1, "what shares no message is alone"
     assert len(set(kinds)) == len(kinds), "what could travel together does"
+
+
+def test_weights_meet_though_one_is_cut_before_it_is_gathered_and_another_one_after() -> None:
+    program = MODELS["llama"]().program
+    first, second, *_ = next(names for names in weight_buckets(program, moved=True) if len(names) > 1)
+    part = split(0, 1)
+
+    def way(*layouts: Layout) -> Route:
+        changed = [next(axis for axis in (0, 1) if one[axis] != other[axis]) for one, other in itertools.pairwise(layouts)]
+        steps = zip(changed, layouts[:-1], layouts[1:], strict=True)
+        return tuple(Conversion(axis=axis, source=source, target=target) for axis, source, target in steps)
+
+    routes = {first: way((part, I), (R, I), (R, P)), second: way((part, I), (part, P), (R, P))}
+    found = bucketed(program, routes, frozenset())
+    assert [[name for name, _ in one.steps] for one in found if one.primitives[0] == "all_gather"] == [[first, second]]
+    for name, route in routes.items():
+        levels = [level_of(name, step, found) for step in route]
+        assert levels == sorted({*levels})
 
 
 @pytest.mark.one_in(6)
