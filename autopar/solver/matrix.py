@@ -82,7 +82,7 @@ class Matrix:
     def change_upper(self, block: int, upper: float) -> int:
         """Change the upper bound of a block; the place of its first row."""
         self._blocks[block] = replace(self._blocks[block], upper=upper)
-        return self._blocks[block].first
+        return self.first_row(block)
 
     def first_row(self, block: int) -> int:
         """The place of the first row of a block."""

@@ -171,6 +171,12 @@ def path(route: Route, step: Conversion) -> list[Conversion]:
 PLANS = [(strategy, 0) for strategy in ("auto", "ddp", "fsdp", "megatron")] + [("random", seed) for seed in range(3)]
 
 
+def sends(step: Conversion) -> bool:
+    """Whether a step is one that weights share a message for."""
+    there, back = step.primitives
+    return there == "all_gather" or back in ("all_reduce", "reduce_scatter")
+
+
 def level_of(name: str, step: Conversion, found: Sequence[Bucket]) -> int:
     """The level at which a weight makes a step."""
     (level,) = (one.level for one in found if (name, step) in one.steps)
@@ -196,15 +202,17 @@ def test_every_step_of_every_weight_travels_once_with_others_of_its_kind_level_a
         }
         assert {(s.axis, s.primitives) for _, s in one.steps} == {(one.axis, one.primitives)}
         (kept,) = {pair not in recompute for pair in one.steps}
+        turns = set[int]()
         for name, step in one.steps:
             way = [*reversed(path(routes[name], step))]
             *before, last = (turn.axis for turn in way)
             in_turn = not moved and [*before, last] == sorted({*before, last})
             levels = [level_of(name, turn, found) for turn in way]
             assert one.level == last if in_turn else levels == sorted({*levels})
-        there, back = one.primitives
-        if there == "all_gather" or back in ("all_reduce", "reduce_scatter"):
-            kinds.append((moved, number, one.level, one.axis, one.primitives, kept))
+            turns.add(-1 if in_turn else sum(map(sends, way)))
+        if any(sends(step) for _, step in one.steps):
+            (messages,) = turns  # as many for each weight, or all in the order of axes
+            kinds.append((moved, number, messages, one.axis, one.primitives, kept))
         else:
             assert len(one.steps) == 1, "what shares no message is alone"
     assert len(set(kinds)) == len(kinds), "what could travel together does"
