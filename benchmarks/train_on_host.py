@@ -80,7 +80,7 @@ def rows() -> Iterator[str]:
     gc.collect()
     optimizer, found, start = adamw(parallel), list[float](), time.perf_counter()
     found.append(step(parallel, optimizer, batch))
-    measured = peak(parallel, optimizer, batch, lambda: found.append(step(parallel, optimizer, batch))).bytes
+    measured = peak(parallel, optimizer, batch, lambda: found.append(step(parallel, optimizer, batch)), steps=1).bytes
     yield f"on the host losses {found}, {time.perf_counter() - start:.0f} s"
     yield f"equal to the bit: losses {found == losses}, parameters {digest(parallel) == parameters}"
     yield f"parameters {size / 1e9:.2f} GB; device {measured / 1e9:.2f} GB counted, {plan.peak_memory / 1e9:.2f} GB planned"

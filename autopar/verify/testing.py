@@ -37,9 +37,18 @@ from autopar.solver.routes import joined, tree
 
 
 def peak(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Iterable[torch.Tensor], step: Callable[[], object]
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Iterable[torch.Tensor],
+    step: Callable[[], object],
+    *,
+    steps: int = 3,
 ) -> Peak:
-    """The measured peak memory of tensors on this rank in a step, after a first one, which creates the optimizer's state."""
+    """The measured peak memory of tensors on this rank in a step, after a first one, which creates the optimizer's state.
+
+    The least of several, each measured by itself: gloo's threads now and then keep the buffers of a collective for a moment
+    after it is done.
+    """
     step()
     gc.collect()
     kept = optimizer.state.values() if optimizer else ()
@@ -49,9 +58,12 @@ def peak(
     elsewhere: list[torch.Tensor] = []
     for tensor in (*module.parameters(), *module.buffers(), *states):
         (elsewhere if id(tensor) in away else held).append(to_local(tensor.detach()))
-    with MemoryTracker([*held, *batch], (held or elsewhere)[0].device.type, elsewhere) as live:
-        step()
-    return live.peak()
+    found = list[Peak]()
+    for _ in range(steps):
+        with MemoryTracker([*held, *batch], (held or elsewhere)[0].device.type, elsewhere) as live:
+            step()
+        found.append(live.peak())
+    return min(found, key=lambda peak: peak.bytes)
 
 
 def _elsewhere(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:

@@ -54,7 +54,7 @@ def forward(given: tuple[str, Plan]) -> tuple[float, int, bool]:
     result = parallel(**sample).logits
     with torch.no_grad():
         expected = model(**sample).logits
-    most = min(peak(parallel, None, sample.values(), lambda: parallel(**sample)).bytes for _ in range(3))
+    most = peak(parallel, None, sample.values(), lambda: parallel(**sample)).bytes
     trained = result.requires_grad or any(tensor.requires_grad for tensor in parallel.parameters())
     return float((result - expected).abs().max()), most, trained
 
