@@ -22,6 +22,7 @@ from autopar.codegen.program_module import ProgramModule
 from autopar.codegen.variants import combinations
 from autopar.errors import InputError
 from autopar.ir.program import Program
+from autopar.runtime.collectives import wait_for_abandoned
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype, with_own_storage
@@ -262,6 +263,7 @@ class ParallelModule(ProgramModule):
         named = {} if refused else dict(zip(paths, inputs, strict=True))
         random = self.autopar.rng_state
         undo = partial(random.load_state_dict, random.state_dict())
+        wait_for_abandoned(self.autopar.context.known_axes)
         self.autopar.agreement.begin(aspects_of(self, kind, named), named, refused, undo)
         serving = self._serving(inputs)
         if serving is not self:

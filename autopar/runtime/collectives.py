@@ -17,7 +17,8 @@ differentiated any number of times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,6 +45,9 @@ class SplitPosition(NamedTuple):
         """The position for the gradient of an all-to-all, which runs the other way."""
         return SplitPosition(self.to_dim, self.to_blocks, self.dim, self.blocks)
 
+
+# By process group and place in it, the buffers to which collectives write until somebody waits for them, by their storage.
+_in_flight: dict[tuple[str, int], dict[int, torch.Tensor]] = defaultdict(dict)
 
 # --- primitives that communicate ---------------------------------------------------------------------------------------------
 
@@ -110,20 +114,21 @@ def all_reduce_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """
     functional = torch.ops._c10d_functional
     reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
-    return _from_sendable(issue("all_reduce", axis, reduce, _to_sendable(x), "sum"), x.dtype)
+    return _started(_from_sendable(issue("all_reduce", axis, reduce, _to_sendable(x), "sum"), x.dtype), axis)
 
 
 def all_gather_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Issue an all-gather; returns a buffer `(size, *x.shape)`, which holds the tensors of all ranks after `wait`."""
     sent = _to_sendable(x.contiguous().reshape(1, *x.shape))
     gather = torch.ops._c10d_functional.all_gather_into_tensor
-    return _from_sendable(issue("all_gather", axis, gather, sent, axis.size), x.dtype)
+    return _started(_from_sendable(issue("all_gather", axis, gather, sent, axis.size), x.dtype), axis)
 
 
 def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Issue a reduce-scatter of contiguous `rows`, one per rank; returns this rank's sum, valid after `wait`."""
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-    return _from_sendable(issue("reduce_scatter", axis, scatter, _to_sendable(rows), "sum", axis.size)[0], rows.dtype)
+    buffer = issue("reduce_scatter", axis, scatter, _to_sendable(rows), "sum", axis.size)[0]
+    return _started(_from_sendable(buffer, rows.dtype), axis)
 
 
 def issue(collective: str, axis: Axis, operator: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
@@ -140,6 +145,8 @@ def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
 
     Raises RankError, which says which rank died, if the collective fails.
     """
+    if not torch.compiler.is_compiling():
+        _in_flight[_place(axis)].pop(_storage(issued), None)
     try:
         if not profiling():
             return _wait_tensor(issued)
@@ -147,6 +154,30 @@ def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
             return _wait_tensor(issued)
     except RuntimeError as error:
         raise lost(error, f"{collective} over axis {axis.name}") from error
+
+
+def wait_for_abandoned(axes: Iterable[Axis]) -> None:
+    """Wait for what `*_start` functions issued over some axes and nobody waited for: an exception ended that pass.
+
+    Functional collectives keep their buffers until somebody waits for them.
+    """
+    for axis in axes:
+        for buffer in [*_in_flight[_place(axis)].values()]:
+            wait(buffer, "a message of a pass that an exception ended", axis)
+
+
+def _started(buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        _in_flight[_place(axis)][_storage(buffer)] = buffer
+    return buffer
+
+
+def _place(axis: Axis) -> tuple[str, int]:
+    return axis.group, axis.index
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _wait_tensor(issued: torch.Tensor) -> torch.Tensor:

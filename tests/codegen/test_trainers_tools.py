@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import fx, nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -214,3 +215,45 @@ def forwards_without_backwards(strategy: str) -> None:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_forwards_that_no_backward_follows_leave_nothing_and_anomaly_mode_is_refused(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:forwards_without_backwards", "fsdp", ranks=2, keep=True)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def raising(gradient: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+def backwards_that_raise(strategy: str) -> None:
+    model, batch = Blocks(), batches()[0, 0]
+    model(batch).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    parallel = autopar.parallelize(Blocks(), batch, (2,), strategy=strategy, device="h100")
+    parallel(batch).backward()
+    parallel.zero_grad()
+    weight, kept = parallel.get_parameter("blocks.1.0.weight"), []
+    for _ in range(4):
+        handle = weight.register_hook(raising)
+        with pytest.raises(ArithmeticError):
+            parallel(batch).backward()
+        kept.append(_get_work_registry_size())
+        handle.remove()
+        parallel.zero_grad()
+    parallel(batch).backward()
+    assert kept[0] > 0, "something was in flight"
+    assert [*kept[1:], _get_work_registry_size()] == [*kept[:-1], 0]
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(full_tensor(parameter.grad), expected[name])
+
+
+def test_a_backward_that_raises_leaves_nothing_in_flight_after_the_next(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:backwards_that_raise", "zero1", ranks=2, keep=True)
