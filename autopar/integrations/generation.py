@@ -54,6 +54,13 @@ class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """Where prompts are."""
         return self.parallel.autopar.context.device
 
+    def _config(self, options: Mapping[str, Any]) -> GenerationConfig:
+        """How a `generate` with these options goes."""
+        config = copy.deepcopy(options.get("generation_config") or self.generation_config)
+        assert isinstance(config, GenerationConfig)
+        config.update(**options)
+        return config
+
 
 class Unread(nn.Module):
     """What the library takes for an encoder: its output is what it was given, which each forward encodes again."""
@@ -95,7 +102,7 @@ class Generator(Generating):
     def _logits(self, input_ids: torch.Tensor | None = None, past_key_values: object = None, **given: Any) -> Seq2SeqLMOutput:
         """The logits of tokens, as the model's own forward gives them; raises InputError for what was not planned."""
         if past_key_values is not None:
-            raise InputError("a Generator has no cache", fix="leave use_cache and assistants out; parallel_generator has one")
+            raise InputError("a Generator has no cache", fix="leave use_cache out; parallel_generator has one")
         tensors, places = self.call.tensors(input_ids, **given)
         calls = len(tensors["input_ids"]) // self.call.specs["input_ids"].shape[0]
         rows = zip(*(tensor.to(self.device).chunk(calls) for tensor in tensors.values()), strict=True)
@@ -112,7 +119,9 @@ class Generator(Generating):
 
     @torch.no_grad()
     def generate(self, *args: object, **options: object) -> object:
-        """The library's `generate`, in evaluation mode and without a cache."""
+        """The library's `generate`, in evaluation mode and without a cache; raises InputError for an assistant."""
+        config = self._config(options)
+        _unassisted(config, options)
         mode = self.parallel.training
         try:
             self.parallel.eval()
@@ -220,24 +229,24 @@ class CachedGenerator(Generating):
             **options: those of the library's `generate`.
 
         Raises:
-            InputError: there are no prompts, or more was asked for than was planned, beams, guidance, an assistant, or no cache
-                or another one.
+            InputError: there are no prompts, or more was asked for than was planned, beams, guidance, an assistant, or no
+                cache or another one.
         """
         inputs = input_ids if inputs is None else inputs
         if inputs is None:
             raise InputError("there are no prompts", given=", ".join(options) or "nothing", fix="give input_ids")
-        config = copy.deepcopy(options.get("generation_config") or self.generation_config)
-        assert isinstance(config, GenerationConfig)
-        config.update(**options)
+        config = self._config(options)
         if options.get("use_cache", True) is not True or "past_key_values" in options or config.cache_implementation:
             fix = "leave use_cache, past_key_values and cache_implementation out, in the generation_config too"
             raise InputError("the cache is planned, and always used", fix=fix)
         if config.guidance_scale not in (None, 1):
             raise InputError("guidance is not supported with a planned cache", fix="a Generator, which has no cache")
-        mode = config.get_generation_mode(options.get("assistant_model"))
+        mode = _unassisted(config, options)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            fix = "num_beams=1 without an assistant, or a Generator, which has no cache"
+            fix = "num_beams=1, or a Generator, which has no cache"
             raise InputError(f"{mode.replace('_', ' ')} is not supported with a planned cache", fix=fix)
+        if "decoder_input_ids" in options and not self.config.is_encoder_decoder:
+            raise InputError("the model has no encoder, so that its prompts are input_ids", fix="leave decoder_input_ids out")
         if config.output_hidden_states or config.output_attentions:
             raise InputError(
                 "hidden states and attentions were not planned", fix="leave output_hidden_states and output_attentions out"
@@ -295,6 +304,17 @@ def parallel_generator(
     assert isinstance(prefill, ParallelModule)
     assert isinstance(decode, ParallelModule)
     return CachedGenerator(prefill, decode, model, plan)
+
+
+def _unassisted(config: GenerationConfig, options: Mapping[str, object]) -> GenerationMode:
+    """How tokens are found; raises InputError if some are guessed first, and taken back if they are wrong."""
+    mode = config.get_generation_mode(options.get("assistant_model"))
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        raise InputError(
+            "assisted generation takes tokens back from a cache, which neither a planned one nor a Generator can",
+            fix="leave assistant_model, prompt_lookup_num_tokens and assistant_early_exit out",
+        )
+    return mode
 
 
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...], filled: int) -> torch.Tensor:

@@ -196,8 +196,8 @@ def test_the_memory_of_a_token_is_what_the_plan_says() -> None:
 
 ASKED = [
     ((2, PROMPT), {"num_beams": 2}, "beam search is not supported"),
-    ((1, PROMPT), {"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
-    ((1, PROMPT), {"assistant_model": whole_model("gpt2")}, "assisted generation is not supported"),
+    ((1, PROMPT), {"prompt_lookup_num_tokens": 2}, "assisted generation takes tokens back"),
+    ((1, PROMPT), {"assistant_model": whole_model("gpt2")}, "assisted generation takes tokens back"),
     ((1, PROMPT), {"penalty_alpha": 0.6, "top_k": 4}, "contrastive search is not supported"),
     ((5, PROMPT), {}, "5 sequences of 8 tokens, but 4 of 24 were planned"),
     ((1, PROMPT), {"max_new_tokens": 18}, "1 sequences of 25 tokens, but 4 of 24 were planned"),
@@ -208,6 +208,7 @@ ASKED = [
         {"output_hidden_states": True, "return_dict_in_generate": True},
         "hidden states and attentions were not planned",
     ),
+    ((1, PROMPT), {"decoder_input_ids": torch.tensor([[1]])}, "the model has no encoder"),
     ((1, PROMPT), {"guidance_scale": 1.5}, "guidance is not supported with a planned cache"),
 ]
 

@@ -135,6 +135,7 @@ def refused(_: None) -> list[str]:
     said(causal, **prompts("", 10))
     said(causal, **prompts("right", 5))
     said(causal, **prompts("", 5), use_cache=True)
+    said(causal, **prompts("", 5), prompt_lookup_num_tokens=2)
     said(causal, **prompts("", 5), output_attentions=True, return_dict_in_generate=True)
     encoding, _ = made(CASES["t5, words alone"])
     said(encoding, **prompts("", 5))
@@ -156,6 +157,7 @@ def test_what_cannot_be_generated_is_refused_on_every_rank(pool: WorkerPool) -> 
             "input_ids: 3 sequences of 13 tokens, but the module was planned for 4 of 12",
             "the prompts are padded on the right, or their positions are not counted from their first token",
             "a Generator has no cache",
+            "assisted generation takes tokens back from a cache, which neither a planned one nor a Generator can",
             "generating takes output_attentions",
             "the encoder reads 5 tokens, but the module was planned for 12, without attention_mask",
             "the prompts are padded, but the module was planned without attention_mask",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -152,6 +153,34 @@ def test_weights_alone_are_restored_behind_a_fit(pool: WorkerPool, tmp_path: Pat
         for behind, again in zip(found[::2], found[1::2], strict=True):  # type: ignore[index]
             assert len(behind) == STEPS
             assert again == pytest.approx(behind, rel=1e-6)
+
+
+def swept(folder: Path) -> list[list[float]]:
+    """The losses of a fit behind a sweep of learning rates, with that of the sweep's first step before them."""
+    launched()
+    warnings.simplefilter("ignore")
+    found = []
+    for strategy in ("fsdp", "stages"):
+        module = Training(0.0, strategy)
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy=AutoparStrategy(), max_epochs=1, gradient_clip_val=0.1, **options
+        )
+        Tuner(trainer).lr_find(
+            module, num_training=STEPS, min_lr=1e-3, max_lr=0.1, update_attr=False, early_stop_threshold=None
+        )
+        (first, *more), module.losses = module.losses, []
+        assert more
+        trainer.fit(module)
+        found.append([first, *module.losses])
+    return found
+
+
+def test_a_sweep_of_learning_rates_leaves_the_weights_as_they_were(pool: WorkerPool, tmp_path: Path) -> None:
+    for found in pool.run(f"{__name__}:swept", tmp_path, ranks=2):
+        for shares, (first, *losses) in zip((2, 1), found, strict=True):  # type: ignore[call-overload]
+            whole = expected(shares)[:STEPS]
+            assert [first, *losses] == pytest.approx([whole[0], *whole], rel=1e-4)
 
 
 def test_a_lightning_module_without_a_parallel_one_is_refused() -> None:
