@@ -11,8 +11,9 @@ parallelism, all processes at the same time; so do collectives, in groups of eve
 The file can be read and edited. Its source says by how much repeated measurements differ; a machine that does something else
 meanwhile is told so.
 
-On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Operators that were
-not measured are priced by the roofline. With --cuda, a GPU each and NCCL, the times become the coefficients of kernels' laws
+On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Those whose time is
+that of the call, on scalars say, give the launch, and no rate: another model may have them on large tensors. Operators that
+have no rate are priced by the roofline. With --cuda, a GPU each and NCCL, the times become the coefficients of kernels' laws
 (`cost_models.kernels`): products and attention over several lengths, shares of the memory bandwidth, and what computing loses
 beside a message; so a profile of one model prices others, and other sizes. The bus to the host and the host's memory are
 measured by copies and a fused step of AdamW of all processes at once. The GPU must be in the catalog, for its peaks.
@@ -63,15 +64,20 @@ from autopar.search_space.candidates import parts_of
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 GPU_BYTES = tuple(1 << power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
 OPTIMIZERS = ("adamw", "sgd")
+CALLS = 2  # launches at the device's peaks, up to which an operator's time is that of the call
 NOISY = 0.2  # where a quarter of the measurements differ by more from round to round, plans are of no use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """An operator to measure, with its work in forward and backward in the unit of its rate: operations or bytes."""
+    """An operator to measure, with its work in forward and backward in the unit of its rate: operations or bytes.
+
+    It is `short` where at the device's peaks its forward takes no longer than about a call: its time says nothing of a rate.
+    """
 
     call: TimedCall
     work: tuple[int, int]
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +226,8 @@ def _operators(program: Program, processes: int) -> Iterator[Timed]:
     for op, values in _local_ops(program, processes, device):
         kernel = Kernel.of(op, values, device)
         work = kernel.price.amount(kernel.work(0)), kernel.price.amount(kernel.work(1))
-        yield Timed(call=timed_call(kernel), work=work)
+        short = kernel.price.forward_seconds(kernel.operands, kernel.results) <= CALLS * device.launch
+        yield Timed(call=timed_call(kernel), work=work, short=short)
 
 
 def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tuple[Op, dict[str, Value]]]:
@@ -247,11 +254,15 @@ def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignme
 
 
 def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times], disk: DiskTimes | None = None) -> Device:
-    """A device with the mean rates over the processes."""
+    """A device with the mean rates over the processes; its launch is the median time of the calls that are short."""
     base = catalog.cpu(len(found))
     work: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    launches = list[Seconds]()
     for place, one in enumerate(timed):
         seconds = [statistics.fmean(times.calls[place][way] for times in found) for way in (0, 1)]
+        if one.short:
+            launches.append(seconds[0])
+            continue
         for slot, value in enumerate((*one.work, *seconds)):
             work[one.call.target][slot] += value
     rates = {target: (_rate(w[0], w[2]), _rate(w[1], w[3])) for target, w in sorted(work.items()) if w[0] and w[2]}
@@ -263,8 +274,8 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times], disk: Disk
     links = {size: _link(size, job, found, source) for size in job.groups}
     return Device(
         name=f"cpu, {len(found)} processes measured", flops=base.flops, memory=base.memory, bandwidth=base.bandwidth,
-        launch=base.launch, inner="gloo", outer="gloo", per_node=len(found), source=source, rates=rates, links=links,
-        disk=_disk(disk, source),
+        launch=statistics.median(launches or [base.launch]), inner="gloo", outer="gloo", per_node=len(found), source=source,
+        rates=rates, links=links, disk=_disk(disk, source),
     )  # fmt: skip
 
 

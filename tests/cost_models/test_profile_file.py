@@ -107,8 +107,16 @@ MODEL = """
 import torch
 from torch import nn
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+
+    def forward(self, x):
+        return self.body(x).square().sum() / 3
+
 def build():
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), torch.empty(8, 16)
+    return Net(), torch.empty(512, 256)
 """
 
 
@@ -128,6 +136,8 @@ def test_a_machine_is_measured_and_planned_for(
     assert ("measure again" in printed.err) == (int(said[2]) > 20) or int(said[2]) == 20, printed.err
     assert {"aten.linear.default", "aten.gelu.default", "optimizer.adamw"} <= data["rates"].keys()
     assert all(rate > 0 for name, rates in data["rates"].items() for rate in rates if not name.startswith("optimizer."))
+    assert "aten.div.Tensor" not in data["rates"], "a call on a scalar says nothing of larger ones"
+    assert 1e-7 < data["device"]["launch"] < 1e-3
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     plan = autopar.plan(model, torch.empty(8, 16), (2,), device=str(file))
     assert plan.device == "cpu, 2 processes measured"
