@@ -36,9 +36,10 @@ def block_counts(
             name = op.operands[position] if side == "operand" else op.results[position].name
             dims = (fitted.operands if side == "operand" else fitted.results)[position]  # type: ignore[union-attr]
             known[name][dim].add(left_blocks(fitted, dims[dim], factor))  # type: ignore[arg-type]
+    shared = [found for op in program.ops if (found := _shared_factors(op, fits[op.name], known))]
     changed = True
     while changed:
-        changed = sum(_spread(op, fits[op.name], known) for op in (*program.ops, *reversed(program.ops))) > 0
+        changed = sum(map(_spread, (*shared, *reversed(shared)))) > 0
         changed |= sum(_share([known[name] for name in names]) for names in alike) > 0
     return {name: tuple(tuple(sorted(k)) for k in dims) for name, dims in known.items()}
 
@@ -60,10 +61,13 @@ def blocks_of(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) ->
     return tuple(tuple(sorted(counts)) for counts in found)
 
 
-def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]]) -> bool:
-    """Propagate block counts between dims of an op that have a common factor; whether any was added."""
+SharedFactor = tuple[int, list[tuple[set[int], int]]]  # its size, and of each dim the counts and the blocks left of it
+
+
+def _shared_factors(op: Op, fitted: OpSharding | None, known: Mapping[str, Sequence[set[int]]]) -> list[SharedFactor]:
+    """The factors of an op that several dims of its operands and results have, with the counts known of these dims."""
     if fitted is None:
-        return False
+        return []
     names = (*op.operands, *(r.name for r in op.results))
     places: dict[int, list[tuple[set[int], int]]] = {}
     for name, dims in zip(names, (*fitted.operands, *fitted.results), strict=True):
@@ -71,9 +75,13 @@ def _spread(op: Op, fitted: OpSharding | None, known: dict[str, list[set[int]]])
             for f in parts:
                 if not fitted.factors[f].whole:
                     places.setdefault(f, []).append((known[name][dim], left_blocks(fitted, parts, f)))
+    return [(fitted.factors[f].size, spots) for f, spots in places.items()]
+
+
+def _spread(factors: Sequence[SharedFactor]) -> bool:
+    """Propagate block counts between dims of an op that have a common factor; whether any was added."""
     changed = False
-    for f, spots in places.items():
-        size = fitted.factors[f].size
+    for size, spots in factors:
         counts = {
             k // left for have, left in spots for k in have if k % left == 0 and size % (k // left) == 0 and k // left < size
         }

@@ -10,11 +10,14 @@ sent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.pipeline.dependencies import made, needed, runnable
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
+
+KINDS = tuple(ActionKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,7 @@ class Clock:
                 )
             )
         self.links = len(links)
+        self._steps = [(row.rank, row.need, row.arrives, row.link, _slot(row.action)) for row in self.rows]
 
     def seconds(self, stages: Sequence[StageSeconds]) -> float:
         """Seconds of a step; one entry per stage."""
@@ -162,18 +166,30 @@ class Clock:
     def _run(self, stages: Sequence[StageSeconds]) -> tuple[list[float], list[float], list[float], list[float], list[float]]:
         """When each action starts and stops, when its message starts and arrives, and when each rank ends its step."""
         start, stop, sent, arrived = ([0.0] * len(self.rows) for _ in range(4))
-        free, link = [0.0] * len(self.schedule.ranks), [0.0] * self.links
-        takes = [{kind: one.of(kind) for kind in ActionKind} for one in stages]
-        for n, row in enumerate(self.rows):
-            ready = arrived if row.arrives else stop
-            start[n] = max(free[row.rank], ready[row.need]) if row.need >= 0 else free[row.rank]
-            stop[n] = free[row.rank] = start[n] + takes[row.action.stage][row.action.kind]
-            if row.link >= 0:
-                one = stages[row.action.stage]
-                sent[n] = max(stop[n], link[row.link])
-                message = one.activations if row.action.kind == ActionKind.FORWARD else one.gradients
-                arrived[n] = link[row.link] = sent[n] + message
+        free, links = [0.0] * len(self.schedule.ranks), [0.0] * self.links
+        takes = [one.of(kind) for one in stages for kind in KINDS]
+        carried = [one.activations if kind == ActionKind.FORWARD else one.gradients for one in stages for kind in KINDS]
+        for n, (rank, need, arrives, link, slot) in enumerate(self._steps):
+            now = free[rank]
+            if need >= 0:
+                now = max(now, arrived[need] if arrives else stop[need])
+            start[n] = now
+            stop[n] = free[rank] = ended = now + takes[slot]
+            if link >= 0:
+                sent[n] = begins = max(ended, links[link])
+                arrived[n] = links[link] = begins + carried[slot]
         return start, stop, sent, arrived, [ended + once for ended, once in zip(free, self._once(stages), strict=True)]
+
+
+@functools.lru_cache(maxsize=32)
+def clock_of(schedule: PipelineSchedule) -> Clock:
+    """The clock of a schedule, kept until many others were asked for; raises ConstraintError for one that hangs."""
+    return Clock(schedule)
+
+
+def _slot(action: Action) -> int:
+    """The place of an action's stage and kind among those of all stages."""
+    return action.stage * len(KINDS) + KINDS.index(action.kind)
 
 
 def receiver(action: Action, stages: int) -> int:
@@ -203,4 +219,4 @@ def least_seconds(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) ->
     return least
 
 
-__all__ = ["Clock", "PipelineTimeline", "StageSeconds", "TimedAction", "least_seconds", "receiver", "send"]
+__all__ = ["Clock", "PipelineTimeline", "StageSeconds", "TimedAction", "clock_of", "least_seconds", "receiver", "send"]

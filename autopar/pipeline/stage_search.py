@@ -21,20 +21,42 @@ stage is considered that alone takes longer than its step, by (own).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.pipeline.clock import Clock, StageSeconds
+import numpy as np
+import numpy.typing as npt
+
+from autopar.pipeline.clock import Clock, StageSeconds, clock_of
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 
-Price = Callable[[int, int, int], StageSeconds | None]
 Cuts = tuple[int, ...]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+FIELDS = [field.name for field in dataclasses.fields(StageSeconds)]
 NODES = 4000  # of the search, as many as the clock takes a few seconds for
 ROUNDING = 1e-9  # relative, of sums of seconds
+
+
+class StageTable(NamedTuple):
+    """Every stage that may be made of contiguous regions.
+
+    `seconds` has the fields of `StageSeconds` in their order, each a matrix by the first region and the one where the stage
+    stops, exclusive: `[6, regions, regions + 1]`, no less of more regions. `fits` says which may be a stage.
+    """
+
+    seconds: Floats
+    fits: Bools
+
+    def stage(self, start: int, stop: int) -> StageSeconds:
+        """The stage of the regions from one to another, exclusive."""
+        return StageSeconds(**dict(zip(FIELDS, self.seconds[:, start, stop].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +79,7 @@ class StagePartition:
 
 def partition(
     schedule: PipelineSchedule,
-    regions: int,
-    price: Price,
+    tables: Sequence[StageTable],
     *,
     nodes: int = NODES,
     simulations: int = NODES,
@@ -69,19 +90,16 @@ def partition(
 
     Args:
         schedule: a complete one, without messages.
-        regions: how many regions are to be cut into stages of at least one each.
-        price: seconds of a stage made of the regions from `start` to `stop`, exclusive, by (stage, start, stop), no less
-            of more regions; None if no plan of it fits into the memory. The memory of a rank with several stages is to be
-            shared among them beforehand.
+        tables: what each stage may be. The memory of a rank with several stages is to be shared among them beforehand.
         nodes: of the search, at most; where they do not suffice, the best that was found, with the least bound that is open.
         simulations: after which the best so far is not improved any more by moving single regions.
         start: cuts that are known to be good.
         more: micro-batches that a step has beyond those of the schedule, in its steady state.
     """
-    return _Search(schedule, regions, price, simulations, start, more).best(nodes)
+    return _Search(schedule, tables, simulations, start, more).best(nodes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Node:
     """Stages that are decided: the cuts so far, what they add to each bound, and the most that is certain."""
 
@@ -96,103 +114,112 @@ class _Node:
     tail: float = 0.0
 
 
-class _Bounds(NamedTuple):
-    """What stages add to each of the bounds."""
-
-    path: float
-    own: float
-    mean: float
-    work: float
+DONE = (-math.inf, -math.inf, 0.0, 0.0)  # what no stage adds to (path), (own), (mean) and (work)
 
 
-DONE = _Bounds(path=-math.inf, own=-math.inf, mean=0.0, work=0.0)  # what no stage adds
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Of some stages: for how long they hold up the gradient of a micro-batch, the seconds until their forward has come to the
+    next stage, and for which a gradient is under way to the previous one; the share in (path) of all micro-batches, all that
+    they have to do for them, and once; what a first stage adds at the end; and what (mean) and (work) add."""
+
+    back: Floats
+    passed: Floats
+    returned: Floats
+    there: Floats
+    busy: Floats
+    once: Floats
+    tail: Floats
+    share: Floats
+    done: Floats
+
+    def least(self, rest: Floats) -> Floats:
+        """What they add to the four bounds with the stages behind them, which add that much."""
+        path, own, mean, work = rest
+        return np.stack(
+            (
+                self.returned + np.maximum(self.there, self.passed + self.back + path),
+                np.maximum(self.busy + self.once, self.passed + own),
+                self.share + mean,
+                self.done + work,
+            )
+        )
 
 
 class _Search:
-    """`ways` holds, by stage and first region, the stops and seconds of what fits, and `rest` what the stages from there on add
-    to the bounds at least."""
+    """`fits` says, by stage, which regions may be one and leave some to all others; `rest` has, by stage, what those from a
+    region on add to the four bounds at least."""
 
     def __init__(
-        self, schedule: PipelineSchedule, regions: int, price: Price, simulations: int, start: Cuts | None, more: int
+        self,
+        schedule: PipelineSchedule,
+        tables: Sequence[StageTable],
+        simulations: int,
+        start: Cuts | None,
+        more: int,
     ) -> None:
-        self.schedule, self.regions, self.clock, self.simulations = schedule, regions, Clock(schedule), simulations
+        self.schedule, self.clock, self.simulations = schedule, clock_of(schedule), simulations
         self.count, self.m, self.more = schedule.stages, schedule.microbatches + more, more
         self.halves = any(row.action.kind == ActionKind.BACKWARD_INPUT for row in self.clock.rows)
-        self.ways: dict[tuple[int, int], dict[int, StageSeconds]] = {}
-        self.rest: dict[tuple[int, int], _Bounds] = {}
-        firsts = [min(s for s, rank in schedule.rank_of.items() if rank == r) for r in range(len(schedule.ranks))]
-        self.behind = [sum(first > stage for first in firsts) / len(firsts) for stage in range(self.count)]
+        self.tables, regions = tables, len(tables[0].fits)
+        places = [[stage for stage, on in sorted(schedule.rank_of.items()) if on == r] for r in range(len(schedule.ranks))]
+        self.firsts = {stages[0]: stages for stages in places}  # all stages of a rank, by its first
+        self.behind = [sum(first > stage for first in self.firsts) / len(places) for stage in range(self.count)]
         apart = [schedule.rank_of[stage] != schedule.rank_of[stage + 1] for stage in range(self.count - 1)]
         self.sends_on, self.sends_back = [*apart, False], [False, *apart]
         self.timed: dict[Cuts, float] = {}
-        self.start, self.longest = self._known(start, price)
+        self.known: dict[tuple[int, int, int], StageSeconds] = {}
+        self.ways: dict[tuple[int, int], tuple[list[int], _Parts, Floats]] = {}
+        self.fits = [table.fits & ~np.tri(regions, regions + 1, dtype=bool) for table in tables]
+        self.start, longest = self._start(start)
+        self.rest = np.full((self.count + 1, 4, regions + 1), math.inf)
+        self.rest[self.count] = np.array(DONE)[:, None]
+        able = np.arange(regions + 1) == regions  # regions with which the stages behind may begin
         for stage in reversed(range(self.count)):
-            for first in range(stage, regions - self.count + stage + 1) if stage else (0,):
-                self._complete(stage, first, price)
+            parts = self._parts(stage, tables[stage].seconds)
+            self.fits[stage] &= able & (parts.busy + parts.once <= longest)
+            least = np.where(self.fits[stage], parts.least(self.rest[stage + 1][:, None]), math.inf)
+            self.rest[stage, :, :regions] = least.min(axis=2)
+            able = np.append(self.fits[stage].any(axis=1), False)
 
-    def _known(self, cuts: Cuts | None, price: Price) -> tuple[Cuts | None, float]:
+    def _start(self, cuts: Cuts | None) -> tuple[Cuts | None, float]:
         """Cuts whose stages all fit, and the seconds of their step, above which no stage is of use."""
-        stages = [price(stage, *ends) for stage, ends in enumerate(itertools.pairwise(cuts or ()))]
-        fitting = [one for one in stages if one is not None]
-        if not cuts or len(fitting) < len(stages):
+        if not cuts or not self._feasible(cuts):
             return None, math.inf
-        self.timed[cuts] = seconds_with(self.clock, fitting, self.more)
-        return cuts, self.timed[cuts] * (1 + ROUNDING)
+        return cuts, self._time(cuts) * (1 + ROUNDING)
 
-    def _complete(self, stage: int, start: int, price: Price) -> None:
-        """Price the ways of a stage that begins at a region, and bound what it and those after it add."""
-        last = stage == self.count - 1
-        stops = (self.regions,) if last else range(start + 1, self.regions - self.count + stage + 2)
-        found = {}
-        for stop in stops:
-            seconds = price(stage, start, stop) if start < stop and (last or (stage + 1, stop) in self.ways) else None
-            if seconds is not None and self.m * seconds.busy + seconds.once > self.longest:
-                break  # and so do those of more regions
-            if seconds is not None:
-                found[stop] = seconds
-        if found:
-            self.ways[stage, start] = found
-            added = (self._added(stage, stop, one) for stop, one in found.items())
-            self.rest[stage, start] = _Bounds(*map(min, zip(*added, strict=True)))
-
-    def _added(self, stage: int, stop: int, one: StageSeconds) -> _Bounds:
-        """What the stages from one on, which ends at a region, add to the bounds at least."""
-        later, back, passed = self.rest.get((stage + 1, stop), DONE), self._back(one), self._passed(stage, one)
-        work = self.m * (one.forward + back)
-        return _Bounds(
-            path=self._returned(stage, one) + max(work, passed + back + later.path),
-            own=max(self.m * one.busy + one.once, passed + later.own),
-            mean=self._share(stage, one) + later.mean,
-            work=self._done(stage, one) + later.work,
+    def _parts(self, stage: int, seconds: Floats) -> _Parts:
+        """What stages of these seconds add to the bounds in a place of the pipeline."""
+        forward, first, second, activations, gradients, once = seconds
+        back = first if self.halves else first + second
+        passed = forward + activations if self.sends_on[stage] else forward
+        returned = gradients if self.sends_back[stage] else np.zeros_like(gradients)
+        there, busy = self.m * (forward + back), self.m * (forward + first + second)
+        ranks, before, behind = len(self.schedule.ranks), self.behind[stage - 1] if stage else 0.0, self.behind[stage]
+        return _Parts(
+            back=back,
+            passed=passed,
+            returned=returned,
+            there=there,
+            busy=busy,
+            once=once,
+            tail=once + second if self.halves else once,
+            share=there / ranks + before * returned + behind * (passed + back),
+            done=(busy + once) / ranks + behind * passed,
         )
 
-    def _done(self, stage: int, one: StageSeconds) -> float:
-        """What (work) adds for a stage."""
-        return (self.m * one.busy + one.once) / len(self.schedule.ranks) + self.behind[stage] * self._passed(stage, one)
-
-    def _share(self, stage: int, one: StageSeconds) -> float:
-        """What (mean) adds for a stage."""
-        back = self._back(one)
-        work = self.m * (one.forward + back) / len(self.schedule.ranks)
-        returned = self.behind[stage - 1] * self._returned(stage, one) if stage else 0.0
-        return work + returned + self.behind[stage] * (self._passed(stage, one) + back)
-
-    def _back(self, one: StageSeconds) -> float:
-        """Seconds by which a stage holds up the gradient of a micro-batch."""
-        return one.backward_input if self.halves else one.backward_input + one.backward_weight
-
-    def _passed(self, stage: int, one: StageSeconds) -> float:
-        """Seconds until a micro-batch has come from a stage's forward to the next stage."""
-        return one.forward + one.activations if self.sends_on[stage] else one.forward
-
-    def _returned(self, stage: int, one: StageSeconds) -> float:
-        """Seconds for which a gradient is under way from a stage to the previous one."""
-        return one.gradients if self.sends_back[stage] else 0.0
+    def _ways(self, stage: int, start: int) -> tuple[list[int], _Parts, Floats]:
+        """Where a stage that begins at a region may stop, and what each way adds, alone and with all stages behind it."""
+        if (stage, start) not in self.ways:
+            stops = np.flatnonzero(self.fits[stage][start])
+            parts = self._parts(stage, self.tables[stage].seconds[:, start, stops])
+            self.ways[stage, start] = stops.tolist(), parts, parts.least(self.rest[stage + 1][:, stops])
+        return self.ways[stage, start]
 
     def best(self, nodes: int) -> StagePartition | None:
-        if (0, 0) not in self.ways:
+        if not self.fits[0][0].any():
             return None
-        heap = [_Node(bound=0.0, missing=self.count, cuts=(0,))]
+        heap = [_Node(0.0, self.count, (0,))]
         best: tuple[float, Cuts] = self._descend(self.start) if self.start else (math.inf, ())
         while heap and nodes and heap[0].bound < best[0]:
             node, nodes = heapq.heappop(heap), nodes - 1
@@ -210,54 +237,64 @@ class _Search:
 
     def _children(self, node: _Node) -> list[_Node]:
         """The ways to decide one stage more."""
-        stage, found = self.count - node.missing, []
-        for stop, one in self.ways[stage, node.cuts[-1]].items():
-            tail = node.tail if stage else one.once + (one.backward_weight if self.halves else 0.0)
-            path = node.path + self._returned(stage, one)
-            work = path + self.m * (one.forward + self._back(one)) + tail
-            most = max(node.most, work, node.head + self.m * one.busy + one.once)
-            cuts = (*node.cuts, stop)
-            added = self._added(stage, stop, one)
-            bound = max(
+        stage = self.count - node.missing
+        stops, parts, (least_path, least_own, least_mean, least_work) = self._ways(stage, node.cuts[-1])
+        tail = node.tail if stage else parts.tail
+        path = node.path + parts.returned
+        most = np.maximum(np.maximum(node.most, path + parts.there + tail), node.head + parts.busy + parts.once)
+        bounds = [
+            np.maximum(node.bound, most),
+            node.path + least_path + tail,
+            node.head + least_own,
+            node.mean + least_mean + tail,
+            node.work + least_work,
+        ]
+        columns = np.stack(
+            [
+                functools.reduce(np.maximum, bounds),
+                path + parts.passed + parts.back,
+                node.head + parts.passed,
+                node.mean + parts.share,
+                node.work + parts.done,
                 most,
-                node.path + added.path + tail,
-                node.head + added.own,
-                node.mean + added.mean + tail,
-                node.work + added.work,
-            )
+                np.broadcast_to(tail, most.shape),
+            ]
+        )
+        found = []
+        for stop, (bound, *added) in zip(stops, columns.T.tolist(), strict=True):
+            cuts = (*node.cuts, stop)
             if node.missing == 1:
                 bound = max(bound, self._ranks(cuts))
-            passed = self._passed(stage, one)
-            found.append(
-                _Node(
-                    bound=max(bound, node.bound),
-                    missing=node.missing - 1,
-                    cuts=cuts,
-                    path=path + passed + self._back(one),
-                    head=node.head + passed,
-                    mean=node.mean + self._share(stage, one),
-                    work=node.work + self._done(stage, one),
-                    most=most,
-                    tail=tail,
-                )
-            )
+            found.append(_Node(bound, node.missing - 1, cuts, *added))
         return found
 
+    def _back(self, one: StageSeconds) -> float:
+        return one.backward_input if self.halves else one.backward_input + one.backward_weight
+
+    def _passed(self, stage: int, one: StageSeconds) -> float:
+        return one.forward + one.activations if self.sends_on[stage] else one.forward
+
+    def _returned(self, stage: int, one: StageSeconds) -> float:
+        return one.gradients if self.sends_back[stage] else 0.0
+
     def _stages(self, cuts: Cuts) -> list[StageSeconds]:
-        return [self.ways[stage, cuts[stage]][cuts[stage + 1]] for stage in range(self.count)]
+        ends = enumerate(itertools.pairwise(cuts))
+        return [self.known.get((stage, *at)) or self._stage(stage, *at) for stage, at in ends]
+
+    def _stage(self, stage: int, start: int, stop: int) -> StageSeconds:
+        self.known[stage, start, stop] = found = self.tables[stage].stage(start, stop)
+        return found
 
     def _ranks(self, cuts: Cuts) -> float:
         """(path) and (own) of ranks, with all stages of each."""
-        stages, rank_of = self._stages(cuts), self.schedule.rank_of
+        stages = self._stages(cuts)
         head, path, most = 0.0, 0.0, 0.0
         tail = stages[0].backward_weight if self.halves else 0.0
-        once = sum(one.once for stage, one in enumerate(stages) if rank_of[stage] == rank_of[0])
-        seen: set[int] = set()
+        once = sum(stages[place].once for place in self.firsts[0])
         for stage, one in enumerate(stages):
             path += self._returned(stage, one)
-            if rank_of[stage] not in seen:
-                seen.add(rank_of[stage])
-                mine = [other for place, other in enumerate(stages) if rank_of[place] == rank_of[stage]]
+            if stage in self.firsts:
+                mine = [stages[place] for place in self.firsts[stage]]
                 work = self.m * sum(other.forward + self._back(other) for other in mine)
                 whole = sum(self.m * other.busy + other.once for other in mine)
                 most = max(most, path + work + tail + once, head + whole)
@@ -284,7 +321,8 @@ class _Search:
         return best
 
     def _feasible(self, cuts: Cuts) -> bool:
-        return all(cuts[s + 1] in self.ways.get((s, cuts[s]), ()) for s in range(self.count))
+        ends = [*itertools.pairwise(cuts)]
+        return all(start < stop for start, stop in ends) and all(self.fits[s][ends] for s, ends in enumerate(ends))
 
     def _first(self, node: _Node) -> Cuts:
         """The completion of a node that follows the least bound, stage by stage."""
@@ -306,4 +344,4 @@ def _pairs(stages: int) -> list[tuple[int, int]]:
     return [(first, first + length) for length in range(1, stages) for first in range(1, stages - length + 1)]
 
 
-__all__ = ["NODES", "Cuts", "Price", "StagePartition", "partition", "seconds_with"]
+__all__ = ["NODES", "Cuts", "Floats", "StagePartition", "StageTable", "partition", "seconds_with"]

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.pipeline.clock import Clock, StageSeconds, receiver
+from autopar.pipeline.clock import StageSeconds, clock_of, receiver
 from autopar.pipeline.dependencies import StageProduct, made, needed
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 
@@ -34,11 +34,11 @@ def waits_filled(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> 
         schedule: a complete one, without messages.
         stages: seconds of each stage, with messages.
     """
-    known = schedule, Clock(schedule).seconds(stages)
+    known = schedule, clock_of(schedule).seconds(stages)
     if not schedule.deferred:
         return known
     found = _Filling(schedule, stages).run()
-    return min(known, (found, Clock(found).seconds(stages)), key=lambda one: one[1])
+    return min(known, (found, clock_of(found).seconds(stages)), key=lambda one: one[1])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import elements
 from autopar.memory.rank_memory import rank_peaks
 from autopar.passes.stages import shared_parameters
-from autopar.pipeline.clock import Clock, StageSeconds, least_seconds
+from autopar.pipeline.clock import StageSeconds, clock_of, least_seconds
 from autopar.pipeline.transfers import with_messages as in_order
 from autopar.plan.assignment_text import paddings
 from autopar.plan.breakdown import CostParameter
@@ -109,7 +109,7 @@ def _orders(made: StagedStep, cut: Cut) -> Iterator[StagedStep]:
     """A step as it is, and by the schedule of its cut if that is another one: W that come later may hold more."""
     yield made
     if made.cut.schedule != cut.schedule:
-        yield replace(made, cut=cut, seconds=Clock(cut.schedule).seconds(made.stage_seconds))
+        yield replace(made, cut=cut, seconds=clock_of(cut.schedule).seconds(made.stage_seconds))
 
 
 def _rooms(made: StagedStep, memory: Sequence[Bytes], limit: Bytes, before: Sequence[Bytes]) -> list[Bytes]:
@@ -179,7 +179,7 @@ def _faster(
     """The stages in order, until they take too long, or it takes too long to plan them; the others take no less than they do
     `alone`, where that is known."""
     known = list[StageSeconds]()
-    clock = Clock(cut.waits_filled([one.seconds for one in alone])[0].schedule) if alone else None
+    clock = clock_of(cut.waits_filled([one.seconds for one in alone])[0].schedule) if alone else None
     for stage in stages:
         if below < math.inf and planner.settings.deadline.passed:
             raise TimeLimitError(planner.settings.deadline)

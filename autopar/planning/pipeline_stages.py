@@ -33,11 +33,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.stage_regions import fine_starts, made_again, passing_bytes, stage_starts
-from autopar.pipeline.clock import Clock, StageSeconds
+from autopar.pipeline.clock import StageSeconds, clock_of
 from autopar.pipeline.named_schedules import AHEAD, CHUNKS, named
 from autopar.pipeline.rank_balance import balanced
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import Price, StagePartition, partition, seconds_with
+from autopar.pipeline.stage_search import Floats, StagePartition, StageTable, partition, seconds_with
 from autopar.pipeline.weight_gradients import waits_filled
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
@@ -73,7 +73,7 @@ class Cut:
         A second of a micro-batch costs a step so many times as much as one of what is done once.
         """
         runs, stages = self.schedule.microbatches, self.schedule.stages
-        seconds = Clock(self.schedule).seconds([ALIKE] * stages)
+        seconds = clock_of(self.schedule).seconds([ALIKE] * stages)
         full = runs * ALIKE.busy * stages / len(self.schedule.ranks)
         return math.ceil(runs * round(PARTS * seconds / full) / PARTS)
 
@@ -81,7 +81,7 @@ class Cut:
         """The cut with its W where ranks of stages that take so long would wait, and the seconds of a step: see
         `pipeline.weight_gradients`. A schedule that a file gives is run as it stands there."""
         if is_file(self.name):
-            return self, Clock(self.schedule).seconds(stages)
+            return self, clock_of(self.schedule).seconds(stages)
         schedule, seconds = waits_filled(self.schedule, stages)
         return replace(self, schedule=schedule), seconds
 
@@ -267,23 +267,20 @@ class _Regions:
         there, back = (np.array(parts) for parts in zip(*self._before, strict=True))
         takes = zip(*((one.forward, one.backward_input, one.backward_weight, one.once) for one in known), strict=True)
         taken = [
-            np.interp(rough[places], rough[ends], [0.0, *itertools.accumulate(parts)]).tolist()
+            np.interp(rough[places], rough[ends], [0.0, *itertools.accumulate(parts)])
             for rough, parts in zip((there, back, back, back), takes, strict=True)
         ]
         unit = sum(one.activations for one in known[:-1]) / max(1, sum(passing[start] for start in starts[1:]))
-        sent = [unit * passing[place] for place in places]
-
-        def price(stage: int, start: int, stop: int) -> StageSeconds:
-            forward, backward_input, backward_weight, once = (sums[stop] - sums[start] for sums in taken)
-            return StageSeconds(
-                forward=forward, backward_input=backward_input, backward_weight=backward_weight, once=once,
-                activations=sent[stop], gradients=sent[start],
-            )  # fmt: skip
-
+        sent = unit * np.array([passing[place] for place in places], dtype=np.float64)
+        forward, backward_input, backward_weight, once = map(_between, taken)
+        seconds = np.stack([
+            forward, backward_input, backward_weight,
+            np.broadcast_to(sent, forward.shape), np.broadcast_to(sent[:-1, None], forward.shape), once,
+        ])  # fmt: skip
         runs = schedule.microbatches + more
-        work = [runs * (forward + first + second) + once for forward, first, second, once in zip(*taken, strict=True)]
-        found = self._best(schedule, more, places, price, work, actions=RECUT * ACTIONS)
-        return Recut(starts=found.cuts[:-1], seconds=found.seconds, before=seconds_with(Clock(schedule), known, more))
+        work = (runs * (taken[0] + taken[1] + taken[2]) + taken[3]).tolist()
+        found = self._best(schedule, more, places, seconds, work, actions=RECUT * ACTIONS)
+        return Recut(starts=found.cuts[:-1], seconds=found.seconds, before=seconds_with(clock_of(schedule), known, more))
 
     def _fine(self) -> list[int]:
         """The places at which stages may begin, but those that cut a part off which is small beside its region."""
@@ -309,42 +306,37 @@ class _Regions:
 
     def _roughly(self, schedule: PipelineSchedule, more: int, places: Sequence[int]) -> StagePartition:
         """The best of the cuts before these ops by the prices of one device."""
-        seconds = [self._before[place] for place in places]
-
-        def price(stage: int, start: int, stop: int) -> StageSeconds:
-            (a, b), (c, d) = seconds[start], seconds[stop]
-            return StageSeconds(forward=c - a, backward_input=(d - b) / 2, backward_weight=(d - b) / 2)
-
-        return self._best(schedule, more, places, price, [sum(both) for both in seconds])
+        before = [self._before[place] for place in places]
+        forward, backward = (_between(np.array(sums)) for sums in zip(*before, strict=True))
+        none = np.zeros_like(forward)
+        seconds = np.stack([forward, backward / 2, backward / 2, none, none, none])
+        return self._best(schedule, more, places, seconds, [sum(both) for both in before])
 
     def _best(
         self,
         schedule: PipelineSchedule,
         more: int,
         places: Sequence[int],
-        price: Price,
+        seconds: Floats,
         work: Sequence[Seconds],
         *,
         actions: int = ACTIONS,
     ) -> StagePartition:
         """The best of the cuts before these ops, of which it has the places; where a rank has one stage, such that it reads a
-        parameter if there are any: optimizers want some. `work` is the seconds before each."""
-        read = [self._parameters[place] for place in places]
-
-        def stored(stage: int, start: int, stop: int) -> StageSeconds | None:
-            return price(stage, start, stop) if read[start] < read[stop] else None
-
+        parameter if there are any: optimizers want some. `seconds` are those of a `StageTable`, and `work` what is before
+        each."""
+        read = _between(np.array([self._parameters[place] for place in places]))
         search = functools.partial(
             partition,
             schedule,
-            len(places) - 1,
             nodes=NODES,
             simulations=max(1, actions // sum(map(len, schedule.ranks))),
             start=balanced(work, schedule),
             more=more,
         )
-        found = search(price=stored) if schedule.stages == len(schedule.ranks) else None
-        found = found or search(price=price)
+        ways = [read > 0] if schedule.stages == len(schedule.ranks) else []
+        tables = (StageTable(seconds=seconds, fits=fits) for fits in (*ways, np.ones_like(read, dtype=bool)))
+        found = next((one for table in tables if (one := search([table] * schedule.stages))), None)
         assert found is not None, "there are as many regions as stages, and every stage has a price"
         return replace(found, cuts=tuple(places[cut] for cut in found.cuts))
 
@@ -372,6 +364,11 @@ class _Regions:
         fitted, values = fit_of(self.program, op.name), self.program.values
         ((both,), (there,)) = op_seconds(op, fitted, [candidate(op, None, values, (INVARIANT,))], values, self._prices)
         return there, both - there
+
+
+def _between(sums: Floats) -> Floats:
+    """What is between each place but the last and each place, by what is before each."""
+    return sums - sums[:-1, None]
 
 
 def _within(name: str, path: str) -> bool:

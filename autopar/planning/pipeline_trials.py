@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.microbatches import microbatches
 from autopar.passes.padding import PaddingExtent, padded
-from autopar.pipeline.clock import Clock
+from autopar.pipeline.clock import clock_of
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
@@ -211,7 +211,10 @@ class PipelineTrials(ABC):
         if self.found is None or self.ended:
             return
         made, over, asked = self.found
-        if Clock(made.cut.schedule).seconds([one.without_messages for one in made.stage_seconds]) > (1 - WORTH) * made.seconds:
+        if (
+            clock_of(made.cut.schedule).seconds([one.without_messages for one in made.stage_seconds])
+            > (1 - WORTH) * made.seconds
+        ):
             return
         self._again(made.steps, over.hiding, made.cut, asked)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.named_schedules import named
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import Price, StagePartition, partition
+from autopar.pipeline.stage_search import StagePartition, StageTable, partition
 from tests.pipeline.orders import any_schedule
+
+Price = Callable[[int, int, int], StageSeconds | None]  # of a stage of the regions from one to another, exclusive
 
 SCHEDULES: list[Callable[[random.Random], PipelineSchedule]] = [
     lambda draw: named("1f1b", draw.randint(1, 5), draw.choice((2, 4, 8)), ahead=draw.choice((0, 0, 1, 4))),
@@ -50,6 +54,18 @@ def any_price(draw: random.Random, regions: int, schedule: PipelineSchedule) -> 
     return price
 
 
+def tables(price: Price, schedule: PipelineSchedule, regions: int) -> list[StageTable]:
+    """All stages at their prices."""
+    found = []
+    for stage in range(schedule.stages):
+        seconds, fits = np.zeros((6, regions, regions + 1)), np.zeros((regions, regions + 1), dtype=bool)
+        for start, stop in itertools.combinations(range(regions + 1), 2):
+            if one := price(stage, start, stop):
+                seconds[:, start, stop], fits[start, stop] = dataclasses.astuple(one), True
+        found.append(StageTable(seconds=seconds, fits=fits))
+    return found
+
+
 def enumerated(schedule: PipelineSchedule, regions: int, price: Price, more: int = 0) -> tuple[float, tuple[int, ...]] | None:
     clock, found, ranks = Clock(schedule), [], range(len(schedule.ranks))
     for inner in itertools.combinations(range(1, regions), schedule.stages - 1):
@@ -73,7 +89,10 @@ def test_the_search_finds_the_best_of_all_partitions() -> None:
     for _ in range(500):
         schedule, regions, price = drawn(draw)
         more = draw.choice((0, 0, 1, 10))
-        found, expected = partition(schedule, regions, price, more=more), enumerated(schedule, regions, price, more)
+        found, expected = (
+            partition(schedule, tables(price, schedule, regions), more=more),
+            enumerated(schedule, regions, price, more),
+        )
         assert (found is None) == (expected is None)
         if found is None or expected is None:
             none += 1
@@ -90,7 +109,7 @@ def test_where_the_search_is_cut_short_its_bound_holds_and_nothing_is_proven_tha
     for _ in range(300):
         schedule, regions, price = drawn(draw)
         found, expected = (
-            partition(schedule, regions, price, nodes=draw.choice((1, 3, 10))),
+            partition(schedule, tables(price, schedule, regions), nodes=draw.choice((1, 3, 10))),
             enumerated(schedule, regions, price),
         )
         assert (found is None) == (expected is None)
@@ -133,7 +152,8 @@ def llama(p: int, blocks: int) -> Price:
 
 
 def test_large_models_are_proven_in_few_simulations() -> None:
-    found = partition(named("1f1b", 16, 128), 96, llama(16, 96))
+    schedule = named("1f1b", 16, 128)
+    found = partition(schedule, tables(llama(16, 96), schedule, 96))
     assert isinstance(found, StagePartition)
     assert found.proven
     assert found.simulations < 200
@@ -149,10 +169,12 @@ def test_the_bound_of_several_stages_a_rank_counts_all_of_their_work(name: str, 
             forward=work, backward_input=work, backward_weight=work, activations=0.1, gradients=0.1, once=0.5 * work
         )
 
-    found = partition(named(name, 4, 32, chunks=2), 48, price, nodes=500)
+    schedule = named(name, 4, 32, chunks=2)
+    found = partition(schedule, tables(price, schedule, 48), nodes=500)
     assert found is not None
     assert (1 - gap) * found.seconds < found.bound < found.seconds
 
 
 def test_fewer_regions_than_stages_have_no_partition() -> None:
-    assert partition(named("1f1b", 4, 8), 3, llama(4, 3)) is None
+    schedule = named("1f1b", 4, 8)
+    assert partition(schedule, tables(llama(4, 3), schedule, 3)) is None
