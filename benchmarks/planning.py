@@ -2,6 +2,7 @@
 
     python benchmarks/planning.py                 every case, each in a process of its own
     python benchmarks/planning.py gpt2 llama8b    these cases
+    python benchmarks/planning.py --sums          no message is hidden: without rows for overlap
     python benchmarks/planning.py --peaks         at the prices of before 2026-11-23: peaks, and a step is a sum
     python benchmarks/planning.py --beside PATH   each case by another checkout first
     python benchmarks/planning.py qwen3-next --time-limit 60
@@ -95,10 +96,10 @@ def peak_memory() -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def run(name: str, *, peaks: bool, limit: float | None) -> None:
+def run(name: str, *, peaks: bool, sums: bool, limit: float | None) -> None:
     """Plan one case in this process and print where the time went."""
     case = CASES[name]
-    print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}{', at peaks' * peaks}")
+    print(f"{name}: batch {case.batch}, mesh {case.mesh}, {case.device}{', at peaks' * peaks}{', by sums' * sums}")
     phases = Phases()
     import torch
     import transformers
@@ -119,6 +120,8 @@ def run(name: str, *, peaks: bool, limit: float | None) -> None:
     assert mesh.device is not None
     if peaks:
         mesh = replace(mesh, device=mesh.device.at_peak())
+    if sums:
+        mesh = replace(mesh, device=replace(mesh.device, interference=1.0))
     plan = plan_program(captured.program, mesh, options, phases.done)
     print(f"  {'whole':<12} {phases.spent:7.2f} CPU s   {peak_memory() / 2**30:5.2f} GiB")
     ended = f"{plan.status}, gap {plan.gap:.4%}"
@@ -130,6 +133,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--here", metavar="CASE", help="run one case in this process")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search, without capture")
+    parser.add_argument("--sums", action="store_true", help="no message is hidden: a step is a sum")
     parser.add_argument("--peaks", action="store_true", help="kernels run at the device's peaks, and hide no message")
     parser.add_argument(
         "--beside", metavar="PATH", type=Path, help="another checkout, whose own benchmark runs each case first"
@@ -139,13 +143,14 @@ def main() -> int:
     if unknown:
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if options.here:
-        run(options.here, peaks=options.peaks, limit=options.time_limit)
+        run(options.here, peaks=options.peaks, sums=options.sums, limit=options.time_limit)
     else:
         for name in options.cases or CASES:
             if options.beside:
                 _run(options.beside.resolve(), name)
-            more = ["--peaks"] * options.peaks + ["--time-limit", str(options.time_limit)] * (options.time_limit is not None)
-            _run(Path(__file__).resolve().parent.parent, name, *more)
+            flags = ["--peaks"] * options.peaks + ["--sums"] * options.sums
+            limit = [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
+            _run(Path(__file__).resolve().parent.parent, name, *flags, *limit)
     return 0
 
 

@@ -37,8 +37,7 @@ from autopar.pipeline.clock import Clock, StageSeconds, clock_of
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 
 Cuts = tuple[int, ...]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+StageArray = npt.NDArray[np.float64]  # of one number for some stages, or for all, by first region and stop
 FIELDS = [field.name for field in dataclasses.fields(StageSeconds)]
 NODES = 4000  # of the search, as many as the clock takes a few seconds for
 ROUNDING = 1e-9  # relative, of sums of seconds
@@ -51,8 +50,8 @@ class StageTable(NamedTuple):
     stops, exclusive: `[6, regions, regions + 1]`, no less of more regions. `fits` says which may be a stage.
     """
 
-    seconds: Floats
-    fits: Bools
+    seconds: StageArray
+    fits: npt.NDArray[np.bool_]
 
     def stage(self, start: int, stop: int) -> StageSeconds:
         """The stage of the regions from one to another, exclusive."""
@@ -123,17 +122,17 @@ class _Parts:
     next stage, and for which a gradient is under way to the previous one; the share in (path) of all micro-batches, all that
     they have to do for them, and once; what a first stage adds at the end; and what (mean) and (work) add."""
 
-    back: Floats
-    passed: Floats
-    returned: Floats
-    there: Floats
-    busy: Floats
-    once: Floats
-    tail: Floats
-    share: Floats
-    done: Floats
+    back: StageArray
+    passed: StageArray
+    returned: StageArray
+    there: StageArray
+    busy: StageArray
+    once: StageArray
+    tail: StageArray
+    share: StageArray
+    done: StageArray
 
-    def least(self, rest: Floats) -> Floats:
+    def least(self, rest: StageArray) -> StageArray:
         """What they add to the four bounds with the stages behind them, which add that much."""
         path, own, mean, work = rest
         return np.stack(
@@ -169,7 +168,7 @@ class _Search:
         self.sends_on, self.sends_back = [*apart, False], [False, *apart]
         self.timed: dict[Cuts, float] = {}
         self.known: dict[tuple[int, int, int], StageSeconds] = {}
-        self.ways: dict[tuple[int, int], tuple[list[int], _Parts, Floats]] = {}
+        self.ways: dict[tuple[int, int], tuple[list[int], _Parts, StageArray]] = {}
         self.fits = [table.fits & ~np.tri(regions, regions + 1, dtype=bool) for table in tables]
         self.start, longest = self._start(start)
         self.rest = np.full((self.count + 1, 4, regions + 1), math.inf)
@@ -188,7 +187,7 @@ class _Search:
             return None, math.inf
         return cuts, self._time(cuts) * (1 + ROUNDING)
 
-    def _parts(self, stage: int, seconds: Floats) -> _Parts:
+    def _parts(self, stage: int, seconds: StageArray) -> _Parts:
         """What stages of these seconds add to the bounds in a place of the pipeline."""
         forward, first, second, activations, gradients, once = seconds
         back = first if self.halves else first + second
@@ -208,7 +207,7 @@ class _Search:
             done=(busy + once) / ranks + behind * passed,
         )
 
-    def _ways(self, stage: int, start: int) -> tuple[list[int], _Parts, Floats]:
+    def _ways(self, stage: int, start: int) -> tuple[list[int], _Parts, StageArray]:
         """Where a stage that begins at a region may stop, and what each way adds, alone and with all stages behind it."""
         if (stage, start) not in self.ways:
             stops = np.flatnonzero(self.fits[stage][start])
@@ -344,4 +343,4 @@ def _pairs(stages: int) -> list[tuple[int, int]]:
     return [(first, first + length) for length in range(1, stages) for first in range(1, stages - length + 1)]
 
 
-__all__ = ["NODES", "Cuts", "Floats", "StagePartition", "StageTable", "partition", "seconds_with"]
+__all__ = ["NODES", "Cuts", "StageArray", "StagePartition", "StageTable", "partition", "seconds_with"]

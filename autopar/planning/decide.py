@@ -9,6 +9,7 @@ proposal faster, that is the plan. Its `gap` stays that of the law: its own pric
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -28,9 +29,10 @@ def decided(best: Optimized, options: Options, settings: SearchSettings, stop: S
     """The solution of the shortest simulated step: that of least price, or a proposal of its search, which ends here."""
     if settings.deadline.passed or options.strategy != AUTO:
         return best.searched
-    least = simulated_seconds(best)
-    seconds, other = _fastest([(least, best.searched), *_simulated(_proposed(best, options))])
-    if seconds > (1 + settings.flattened_gap) * solution_time(best.memory_model, best.solution):
+    least, longest = simulated_seconds(best), (1 + settings.simulated_gap) * solution_time(best.memory_model, best.solution)
+    by_sums = least > longest or settings.below < math.inf
+    seconds, other = _fastest([(least, best.searched), *_simulated(_proposed(best, options, by_sums=by_sums))])
+    if seconds > longest:
         below = replace(settings, below=(1 + settings.simulated_gain) * seconds)
         seconds, other = _fastest([(seconds, other), *_simulated(_over_single_axes(best, options, below, stop))])
     best = best.searched
@@ -55,13 +57,13 @@ def simulated_seconds(found: Optimized) -> Seconds:
     return simulated(found.memory_model.liveness, found.formulated.step_prices, chosen).seconds
 
 
-def _proposed(best: Optimized, options: Options) -> Iterator[Optimized]:
-    """What the search of all layouts proposes beside the best solution: its own best, if that is another, and the best by sums,
-    unless that is the same."""
+def _proposed(best: Optimized, options: Options, *, by_sums: bool) -> Iterator[Optimized]:
+    """What the search of all layouts proposes beside the best solution: its own best, if that is another, and the best by sums
+    if that is asked for, and another."""
     own = best.beside or best
     if best.beside is not None:
         yield _bounded(own.searched, best)
-    if own.loop is not None:
+    if by_sums and own.loop is not None:
         solution = own.loop.by_sums(own.solution, parse_bytes(options.budget, own.formulated.mesh))
         if solution is not None and (solution.picks, solution.arcs) != (own.solution.picks, own.solution.arcs):
             yield _bounded(replace(own.searched, solution=solution), best)

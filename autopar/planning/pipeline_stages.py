@@ -37,7 +37,7 @@ from autopar.pipeline.clock import StageSeconds, clock_of
 from autopar.pipeline.named_schedules import AHEAD, CHUNKS, named
 from autopar.pipeline.rank_balance import balanced
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import Floats, StagePartition, StageTable, partition, seconds_with
+from autopar.pipeline.stage_search import StageArray, StagePartition, StageTable, partition, seconds_with
 from autopar.pipeline.weight_gradients import waits_filled
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import StageSteps
@@ -317,7 +317,7 @@ class _Regions:
         schedule: PipelineSchedule,
         more: int,
         places: Sequence[int],
-        seconds: Floats,
+        seconds: StageArray,
         work: Sequence[Seconds],
         *,
         actions: int = ACTIONS,
@@ -366,7 +366,7 @@ class _Regions:
         return there, both - there
 
 
-def _between(sums: Floats) -> Floats:
+def _between(sums: StageArray) -> StageArray:
     """What is between each place but the last and each place, by what is before each."""
     return sums - sums[:-1, None]
 

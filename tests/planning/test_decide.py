@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,10 @@ def test_the_faster_of_two_is_the_plan_whichever_is_proposed(turned: bool) -> No
     first, second = (other, found) if turned else (found, other)
     times = {one.solution.picks: simulated_seconds(one) for one in (found, other)}
     assert len(set(times.values())) == 2, "the two differ"
-    chosen = decided(replace(first, loop=Proposing(second.solution)), asked, DEFAULTS, lambda phase: None)  # type: ignore[arg-type]
+    proposing: Any = Proposing(second.solution)
+    unasked = decided(replace(first, loop=proposing), asked, replace(DEFAULTS, simulated_gap=1.0), lambda phase: None)
+    assert unasked.solution == first.solution, "its step is no longer than twice its price"
+    chosen = decided(replace(first, loop=proposing), asked, replace(DEFAULTS, simulated_gap=-1.0), lambda phase: None)
     assert simulated_seconds(chosen) == min(times.values())
     assert bool(chosen.decided) == (chosen.solution.picks == second.solution.picks)
     if chosen.decided:
