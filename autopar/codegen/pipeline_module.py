@@ -207,10 +207,20 @@ class PipelineModule(ParallelModule):
         return joined
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        """Load what this rank stores, from tensors of the whole model or of its stages alone."""
+        """Load what this rank stores, from tensors of the whole model or of its stages alone.
+
+        Raises RuntimeError as every module does; of a whole model's tensors, on every rank for all that is missing.
+        """
         elsewhere = self.stages.saved.difference(self.state_dict())
         own = {name: given for name, given in state_dict.items() if name not in elsewhere}
-        return super().load_state_dict(own, strict, assign)
+        lacking = sorted(elsewhere.difference(state_dict)) if len(own) < len(state_dict) else []
+        missing, unexpected = super().load_state_dict(own, strict, assign)
+        if strict and lacking:
+            names = ", ".join(f'"{name}"' for name in lacking)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self).__name__}: Missing key(s) in state_dict: {names}. "
+            )
+        return _IncompatibleKeys([*missing, *lacking], unexpected)
 
     def gather(self, results: object) -> Any:
         """What a call without gradients returned, whole on every rank: that of the ranks of the last stage."""

@@ -119,6 +119,11 @@ def whole(options: dict[str, Any]) -> list[str]:
         parallel.load_state_dict(given | {"other": torch.zeros(())})
     with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
         parallel.load_state_dict({name: one for name, one in given.items() if name not in held})
+    last = next(reversed(given))  # which one rank stores
+    less = {name: one for name, one in given.items() if name != last}
+    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{last}"'):
+        parallel.load_state_dict(less)
+    assert parallel.load_state_dict(less, strict=False).missing_keys == [last]
     return wrong
 
 
