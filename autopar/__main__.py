@@ -20,7 +20,13 @@ COMMANDS = {"explain": "autopar.explain", "allocate": "autopar.allocate", "profi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command with the arguments after its name; returns the exit code."""
-    name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    from autopar.explain.exit_code import exit_code
+
+    return exit_code(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name, *rest = [*arguments, ""]
     if name in COMMANDS:
         from autopar.planning.garbage import collect_seldom
 
@@ -42,15 +48,10 @@ def _complete(shell: str) -> int:
     """Print the completion of all commands."""
     from autopar import profile
     from autopar.allocate import command
-    from autopar.errors import AutoparError
     from autopar.explain import cli_options, completion
 
     explain = cli_options.parser("plan a model and explain the plan")
-    try:
-        print(completion.script(shell, {"explain": explain, "allocate": command.parser(), "profile": profile.parser()}))
-    except AutoparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    print(completion.script(shell, {"explain": explain, "allocate": command.parser(), "profile": profile.parser()}))
     return 0
 
 

@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ from autopar.cost_models.kernel_fit import interference
 from autopar.cost_models.kernel_profile import Kernel, fitted, probes
 from autopar.cost_models.optimizers import optimizer
 from autopar.cost_models.profile_file import measured_link, save
-from autopar.errors import AutoparError, MeshError
-from autopar.explain.cli_arguments import built
+from autopar.errors import MeshError
+from autopar.explain.cli_arguments import UsageError, built
+from autopar.explain.exit_code import exit_code
 from autopar.ir.device import Bytes, Device, Disk, Link, Seconds
 from autopar.ir.layout import local_shape
 from autopar.ir.mesh import Mesh
@@ -114,23 +116,29 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    options = parser().parse_args(arguments)
-    try:
-        with progress("building and capturing the models") as tell:
-            programs = [read_program(*built(target)).program for target in options.targets]
-            if options.disk:
-                tell("measuring the disk")
-            disk = disk_times(options.disk) if options.disk else None
-            tell(f"measuring operators and collectives on {options.processes} processes")
-            measure = gpu_profile if options.cuda else profile
-            device, noise = measure(programs, options.processes, disk)
+    return exit_code(lambda: _run(parser().parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.processes < 1:
+        raise UsageError(f"--processes {options.processes} is not a number of processes", fix="1 or more")
+    if not Path(options.save).absolute().parent.is_dir() or Path(options.save).is_dir():
+        raise UsageError(f"cannot write {options.save!r}", fix="a file in a folder that exists")
+    with progress("building and capturing the models") as tell:
+        programs = [read_program(*built(target)).program for target in options.targets]
+        if options.disk:
+            tell("measuring the disk")
+        disk = disk_times(options.disk) if options.disk else None
+        tell(f"measuring operators and collectives on {options.processes} processes")
+        measure = gpu_profile if options.cuda else profile
+        device, noise = measure(programs, options.processes, disk)
+        try:
             save(device, options.save)
-        print(noise)
-        if noise.high > NOISY:
-            print("these are the times of a busy machine: measure again while it does nothing else", file=sys.stderr)
-    except AutoparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        except OSError as error:
+            raise UsageError(f"cannot write {options.save}", error=error) from error
+    print(noise)
+    if noise.high > NOISY:
+        print("these are the times of a busy machine: measure again while it does nothing else", file=sys.stderr)
     return 0
 
 

@@ -28,25 +28,22 @@ Exit code 0 for an allocation; 1 if there is none; 2 if the command line or the 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from autopar.allocate.allocation import ClusterAllocation, allocate
 from autopar.allocate.cluster_file import read
 from autopar.allocate.goals import GOALS
-from autopar.errors import AutoparError
-from autopar.explain.cli_arguments import UsageError
+from autopar.explain.exit_code import exit_code
 from autopar.runtime.progress import progress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    options = parser().parse_args(arguments)
-    try:
-        found = _allocated(options.file, options.goal)
-    except AutoparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+    return exit_code(lambda: _run(parser().parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = _allocated(options.file, options.goal)
     print(found.to_json() if options.json else found)
     return 0
 

@@ -20,7 +20,6 @@ Exit code 0 for an answer; 1 if there is no plan, no such name, or a cost above 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar import files
-from autopar.errors import AutoparError
 from autopar.explain import check
 from autopar.explain.cli_arguments import HOW, UsageError, built, parse_seconds
 from autopar.explain.cli_options import (
@@ -46,6 +44,7 @@ from autopar.explain.cli_options import (
     several_meshes,
 )
 from autopar.explain.difference import difference
+from autopar.explain.exit_code import exit_code
 from autopar.explain.explanation import Explanation, explained, explained_before
 from autopar.explain.html_report import Questions, html_report, require
 from autopar.explain.output import CommandOutput, of_difference, of_energy, of_model, of_page, of_plan, of_scaling, of_stages
@@ -60,18 +59,14 @@ from autopar.runtime.progress import phases, progress
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    options = parser(__doc__).parse_args(arguments)
-    try:
-        if options.check:
-            return _checked(options)
-        refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
-        _print(_answer(options), json=options.json)
-    except AutoparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except BrokenPipeError:  # whoever reads has seen enough: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
-        return 1
+    return exit_code(lambda: _run(parser(__doc__).parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.check:
+        return _checked(options)
+    refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
+    _print(_answer(options), json=options.json)
     return 0
 
 
@@ -91,7 +86,7 @@ def _print(answer: CommandOutput, *, json: bool) -> None:
     if json:
         print(answer.json)
         return
-    console = Console(highlight=False, markup=False, emoji=False) if sys.stdout.isatty() else None
+    console = Console(highlight=False, markup=False, emoji=False) if sys.stdout and sys.stdout.isatty() else None
     for part in answer.parts():
         if console:
             console.print(literal_part(part))
@@ -119,7 +114,7 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
     elif options.epoch is not None and options.epoch < 1:
         raise UsageError(f"--epoch {options.epoch} is not a number of samples", fix="1 or more")
     plan, answer = (_saved if options.target.endswith(".json") else _explained)(options)
-    if options.save:
+    if options.save is not None:
         _save(plan, options.save)
     return answer
 
@@ -223,7 +218,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         return _loaded(options.target)
     with progress("building the model") as tell:
         plan = _planned(options, tell).plan
-    if options.save:
+    if options.save is not None:
         _save(plan, options.save)
     return plan
 

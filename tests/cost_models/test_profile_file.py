@@ -173,7 +173,7 @@ def test_noise_is_that_of_all_measurements_of_all_processes() -> None:
 
 
 def test_a_target_that_cannot_be_built_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{tmp_path}/none.py:build", "--save", str(tmp_path / "x.json")]) == 1
+    assert main([f"{tmp_path}/none.py:build", "--save", str(tmp_path / "x.json")]) == 2
     assert "no such file" in capsys.readouterr().err
 
 

@@ -66,13 +66,41 @@ def test_the_console_script_is_this_one() -> None:
     assert script.load() is main
 
 
+@pytest.mark.parametrize("arguments", [["explain", "{}/plan.json"], ["--help"], ["completion", "bash"]], ids=str)
 def test_a_reader_that_has_seen_enough_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     autopar.plan(nn.Linear(4, 4), torch.empty(2, 4), (1,)).save(tmp_path / "plan.json")
     reads, writes = os.pipe()
     os.close(reads)
     with os.fdopen(writes, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(["explain", f"{tmp_path}/plan.json"]) == 1
+        assert main([one.format(tmp_path) for one in arguments]) == 1
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_disk_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--help"]) == 1
+    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
+def test_output_that_was_closed_before_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    autopar.plan(nn.Linear(4, 4), torch.empty(2, 4), (1,)).save(tmp_path / "plan.json")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["explain", f"{tmp_path}/plan.json"]) == 0
+
+
+@pytest.mark.parametrize("given, said", [
+    (["--processes", "0", "--save", "x.json"], "--processes 0 is not a number of processes"),
+    (["--save", "/no/such/folder/x.json"], "cannot write '/no/such/folder/x.json'"),
+    (["--save", ""], "cannot write ''"),
+    (["--save", "/"], "cannot write '/'"),
+])  # fmt: skip
+def test_a_profile_is_refused_before_anything_is_measured(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "none.py:build", *given]) == 2
+    assert said in capsys.readouterr().err
