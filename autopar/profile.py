@@ -61,7 +61,7 @@ from autopar.runtime.memory_rates import DiskTimes, disk_times
 from autopar.runtime.progress import progress
 from autopar.runtime.workers import WorkerPool
 from autopar.search_space.assignment import Assignment
-from autopar.search_space.candidates import parts_of
+from autopar.search_space.candidates import distributed, parts_of
 
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 GPU_BYTES = tuple(1 << power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
@@ -239,7 +239,8 @@ def _operators(program: Program, processes: int) -> Iterator[Timed]:
 
 
 def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tuple[Op, dict[str, Value]]]:
-    """The operators of a program that take time, at the local shapes of data parallelism, with their operands."""
+    """The operators of a program that take time, at the local shapes of data parallelism, with their operands; whole if it runs
+    them in a distributed form, as experts whose tokens are sent."""
     mesh = connected_mesh((processes,), Options(device=device))
     plan = plan_program(program, mesh, Options(device=device, strategy="ddp" if processes > 1 else "auto"))
     analysis = analyse(TrainingStep(program=program), mesh)
@@ -251,6 +252,8 @@ def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tup
 
 def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignment, mesh: Mesh) -> tuple[Op, dict[str, Value]]:
     candidate, values = chosen.ops[op.name], program.values
+    if distributed(fitted, candidate):  # code of its own, in which the operator has other operands
+        return op, {name: values[name] for name in op.operands}
     inside = [local_shape(values[n].shape, x, mesh.sizes) for n, x in zip(op.operands, candidate.operands, strict=True)]
     outside = [local_shape(r.shape, x, mesh.sizes) for r, x in zip(op.results, candidate.results, strict=True)]
     args, kwargs = (

@@ -15,6 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import profile
+from autopar.analysis.analysis import analyse
 from autopar.cost_models import catalog
 from autopar.cost_models.collectives import seconds
 from autopar.cost_models.compute import pricer
@@ -25,10 +26,16 @@ from autopar.errors import DiskError, MeshError
 from autopar.ir.device import Device, Disk, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Ref, Value
+from autopar.ir.training_step import TrainingStep
+from autopar.plan.assignment_text import resolve
+from autopar.planning.planner import read_program
 from autopar.profile import Noise, main, timed_call
 from autopar.runtime import benchmark, memory_rates
 from autopar.runtime.benchmark import Times, repeated
 from tests.cost_models.cost_ops import op, x
+from tests.support import table
+from tests.support.planning import form
+from tests.verify.test_parallel_recurrence_and_experts import mixture
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LINE = (1e-4, 8e-9)
@@ -187,6 +194,19 @@ def test_products_of_groups_are_timed_with_groups_of_equal_length_and_not_with_e
     made = op("aten._grouped_mm.default", x(*first, dtype=half), x(*second, dtype=half), x(4, dtype=torch.int32))
     call = timed_call(Kernel(op=made.op, given=made.operands, price=made.pricer(catalog.device("h100"))))
     assert [elements for *_, elements in call.operands] == [(), (), ends]
+
+
+def test_what_runs_in_a_distributed_form_is_measured_whole() -> None:
+    """Experts: the products of a rank have its own experts, which do not fit the lengths of all groups."""
+    (model, sample), mesh = mixture(), table.mesh((4,))
+    program, plan = read_program(model, sample).program, autopar.plan(model, sample, mesh)
+    analysis = analyse(TrainingStep(program=program), mesh)
+    chosen = resolve(plan, analysis.step, analysis.fits)
+    (made, *_) = [op for op in program.ops if "grouped_mm" in op.target]
+    assert form(plan, "grouped_mm_fallback#0") == "expert_parallel_grouped_mm"
+    found, values = profile._local(made, analysis.fits[made.name], program, chosen, mesh)
+    assert found == made
+    assert Kernel.of(found, values, DEVICE).work(0).flops > 0
 
 
 @pytest.mark.parametrize("cold, copies", [(1, 1), (3 * 4 * (8 * 16 + 4 * 16), 3), (1 << 30, 4)])
