@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.pipeline.dependencies import made, needed, runnable
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 
-KINDS = tuple(ActionKind)
+_KINDS = tuple(ActionKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +167,8 @@ class Clock:
         """When each action starts and stops, when its message starts and arrives, and when each rank ends its step."""
         start, stop, sent, arrived = ([0.0] * len(self.rows) for _ in range(4))
         free, links = [0.0] * len(self.schedule.ranks), [0.0] * self.links
-        takes = [one.of(kind) for one in stages for kind in KINDS]
-        carried = [one.activations if kind == ActionKind.FORWARD else one.gradients for one in stages for kind in KINDS]
+        takes = [one.of(kind) for one in stages for kind in _KINDS]
+        carried = [one.activations if kind == ActionKind.FORWARD else one.gradients for one in stages for kind in _KINDS]
         for n, (rank, need, arrives, link, slot) in enumerate(self._steps):
             now = free[rank]
             if need >= 0:
@@ -189,7 +189,7 @@ def clock_of(schedule: PipelineSchedule) -> Clock:
 
 def _slot(action: Action) -> int:
     """The place of an action's stage and kind among those of all stages."""
-    return action.stage * len(KINDS) + KINDS.index(action.kind)
+    return action.stage * len(_KINDS) + _KINDS.index(action.kind)
 
 
 def receiver(action: Action, stages: int) -> int:

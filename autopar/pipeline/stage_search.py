@@ -118,19 +118,17 @@ DONE = (-math.inf, -math.inf, 0.0, 0.0)  # what no stage adds to (path), (own), 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Of some stages: for how long they hold up the gradient of a micro-batch, the seconds until their forward has come to the
-    next stage, and for which a gradient is under way to the previous one; the share in (path) of all micro-batches, all that
-    they have to do for them, and once; what a first stage adds at the end; and what (mean) and (work) add."""
+    """What some stages add to the bounds, in seconds."""
 
-    back: StageArray
-    passed: StageArray
-    returned: StageArray
-    there: StageArray
-    busy: StageArray
-    once: StageArray
-    tail: StageArray
-    share: StageArray
-    done: StageArray
+    back: StageArray  # for how long they hold up the gradient of a micro-batch
+    passed: StageArray  # until the forward of one has come to the next stage
+    returned: StageArray  # for which a gradient is under way to the previous stage
+    there: StageArray  # of all micro-batches, in (path)
+    busy: StageArray  # of all micro-batches, in (own)
+    once: StageArray  # once a step
+    tail: StageArray  # at the end of a first stage
+    share: StageArray  # in (mean)
+    done: StageArray  # in (work)
 
     def least(self, rest: StageArray) -> StageArray:
         """What they add to the four bounds with the stages behind them, which add that much."""

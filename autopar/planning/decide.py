@@ -1,6 +1,6 @@
-"""The program proposes, the simulator decides: between the plan of least price, the one that is best by sums, that of all
-layouts where a named strategy's is cheaper, and, where messages go over several axes at once and the simulated step is longer
-than its price, the best whose messages go over one each.
+"""The program proposes, the simulator decides: between the plan of least price, that of all layouts where a named strategy's is
+cheaper, and, where the simulated step is longer than its price, the one that is best by sums and, if messages go over several
+axes at once, the best whose messages go over one each.
 
 The integer program prices overlap by a law that is linear in what a region computes and sends; the simulator runs the emitted
 order, in which a message over several axes is in the way of what tensor parallelism waits for on one of them. Where it finds a
