@@ -56,13 +56,13 @@ class PrefetchOrder:
 
     def _after(self, program: Program) -> Mapping[Bucket, list[Bucket]]:
         """The gathers to issue when each gather arrives, and the fetches when a fetch does: those of its level that follow, one
-        per dtype: a block has as many."""
+        per dtype and axis: a block has as many."""
         levels: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
         for one in self.buckets:
             if one.primitives[0] in TOGETHER[0]:
                 levels[one.level, one.primitives[0]].append(one)
         found: dict[Bucket, list[Bucket]] = {}
         for gathers in levels.values():
-            dtypes = {program.values[one.steps[0][0]].dtype for one in gathers}
-            found |= {one: gathers[place : place + len(dtypes)] for place, one in enumerate(gathers, start=1)}
+            kinds = {(program.values[one.steps[0][0]].dtype, one.axis) for one in gathers}
+            found |= {one: gathers[place : place + len(kinds)] for place, one in enumerate(gathers, start=1)}
         return found
