@@ -19,9 +19,12 @@ m t + o <= p T to do,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from autopar.errors import ConstraintError
 from autopar.ir.device import Link, Seconds
@@ -34,7 +37,7 @@ from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, INFERENCE, Options
 from autopar.plan.stages import StageSteps
-from autopar.planning.cut_bound import least_of_cuts
+from autopar.planning.cut_bound import CutBound, least_of_cuts
 from autopar.planning.optimize import analysed, least_price
 from autopar.solver.settings import SearchSettings
 
@@ -61,18 +64,76 @@ def least_step(
         known: what stages take that were found: for such the bound is the largest.
         options, settings: as the stages were planned.
     """
-    there, back = (least_message(step.program, mesh, link, back=back) for back in (False, True))
     work, forward, once = (sum(parts) for parts in zip(*((one.busy, one.forward, one.once) for one in known), strict=True))
-    bound = least_of_cuts(schedule, work, forward, once, activations=there, gradients=back)
-    whole = StageSteps(step, (0,)).made(0, {})
-    runs = min(MANY, math.ceil(bound.work / bound.once - ROUNDING)) if bound.once else MANY
-    price = least_price(analysed(repeated(whole, runs), mesh, options), mesh, options, settings, exact=True)
-    share, forwards = bound.work / runs, 0.0
-    if bound.forward:
-        forwards = bound.forward * least_forward(whole, mesh, options, settings)
-    excess, part = max(0.0, share + bound.forward / MANY - bound.once), schedule.microbatches / runs
-    least = bound.messages + (share + excess * part) * price + forwards
-    return least / (1 + excess * (1 + part) * len(schedule.ranks))
+    return UncutStep(step, mesh, link, options, settings).least(schedule, work, forward, once)
+
+
+class UncutStep:
+    """A step of which it is not said yet where it is cut, and by which schedule its stages run: what bounds it.
+
+    `step`, `mesh`, `link`, `options` and `settings` are those of `least_step`.
+    """
+
+    def __init__(self, step: TrainingStep, mesh: Mesh, link: Link, options: Options, settings: SearchSettings) -> None:
+        self.runs, self.program, self.link = step.microbatches, step.program, link
+        self.step = StageSteps(step, (0,)).made(0, {})
+        self.mesh, self.options, self.settings = mesh, options, settings
+        self._prices: dict[int, Seconds] = {}
+
+    def busy(self, ranks: int) -> Seconds:
+        """Seconds that a step takes at least on so many ranks: none of them is ever idle then."""
+        return self._price(self.runs) / ranks
+
+    def least(self, schedule: PipelineSchedule, work: Seconds, forward: Seconds, once: Seconds) -> Seconds:
+        """Seconds that a step takes at least by a schedule; the most where all of its stages together take so long for a
+        micro-batch, for its forward, and once."""
+        bound = self._of_cuts(schedule, work, forward, once)
+        runs = min(MANY, math.ceil(bound.work / bound.once - ROUNDING)) if bound.once else MANY
+        return self._least(schedule, bound, runs, self._least_price(runs, exact=True))
+
+    def roughly(self, schedule: PipelineSchedule) -> Seconds:
+        """What `least` says, or less, by the bounds of two prices: of as many micro-batches as there are, and of `MANY`.
+
+        The least price of n micro-batches is a concave function of n, as the least of some that are linear: between two
+        numbers, and between none and one, it is no less than the straight line.
+        """
+        numbers = [0, self.runs, MANY]
+        prices = [0.0, *map(self._price, numbers[1:])]
+        work = (prices[2] - prices[1]) / (MANY - self.runs)
+        bound = self._of_cuts(schedule, work, self._forward, max(prices[1] - self.runs * work, work / MANY))
+        runs = min(MANY, bound.work / bound.once) if bound.once else MANY
+        return self._least(schedule, bound, runs, float(np.interp(runs, numbers, prices)))
+
+    def _least(self, schedule: PipelineSchedule, bound: CutBound, runs: float, price: Seconds) -> Seconds:
+        """The bound, by the least price of so many micro-batches."""
+        share, forwards = bound.work / runs, bound.forward * self._forward if bound.forward else 0.0
+        excess, part = max(0.0, share + bound.forward / MANY - bound.once), schedule.microbatches / runs
+        least = bound.messages + (share + excess * part) * price + forwards
+        return least / (1 + excess * (1 + part) * len(schedule.ranks))
+
+    def _of_cuts(self, schedule: PipelineSchedule, work: Seconds, forward: Seconds, once: Seconds) -> CutBound:
+        there, back = self._messages
+        return least_of_cuts(schedule, work, forward, once, activations=there, gradients=back)
+
+    @functools.cached_property
+    def _messages(self) -> tuple[Seconds, Seconds]:
+        """Seconds that each message takes at least, there and back."""
+        there, back = (least_message(self.program, self.mesh, self.link, back=back) for back in (False, True))
+        return there, back
+
+    @functools.cached_property
+    def _forward(self) -> Seconds:
+        return least_forward(self.step, self.mesh, self.options, self.settings)
+
+    def _price(self, runs: int) -> Seconds:
+        """Seconds that so many micro-batches take at least in one stage."""
+        if runs not in self._prices:
+            self._prices[runs] = self._least_price(runs)
+        return self._prices[runs]
+
+    def _least_price(self, runs: int, *, exact: bool = False) -> Seconds:
+        analysis = analysed(repeated(self.step, runs), self.mesh, self.options)
+        return least_price(analysis, self.mesh, self.options, self.settings, exact=exact)
 
 
 def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
@@ -121,4 +182,4 @@ def forward_only(program: Program) -> Program:
     )
 
 
-__all__ = ["least_forward", "least_message", "least_step", "repeated"]
+__all__ = ["UncutStep", "least_forward", "least_message", "least_step", "repeated"]

@@ -1,13 +1,15 @@
 """The search for a pipeline: how many ranks it has, how many micro-batches, and by which schedule they pass.
 
-    for each number of ranks that is left open, 1 (no stages) first       `Mesh.cut`: the outermost axis
-        for each number of micro-batches, the fewest first                passed over below its floor
-            for 1f1b, zb-h1, with forwards ahead, interleaved, zb-v, gpipe    passed over where the clock says: no faster
-                plan the stages, time the step
+    no stages                                                             `plan_search`
+    for each number of ranks that is left open, of micro-batches          `Mesh.cut`: the outermost axis; the least bound first
+        for 1f1b, zb-h1, with forwards ahead, interleaved, zb-v, gpipe    passed over by its bound, or by the clock
+            plan the stages, time the step
 
-The floor is proven. The products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one
-of m micro-batches, each rank with one stage and backwards in one piece, `stage_search` has T >= sum_{q<s} t_q + m t_s for every
-s; of stages that together take p F / m the least such T has all of these equal:
+What has the least bound is bounded by more: the floor of its products, then the price of the whole step on ranks that are never
+idle, then that by each schedule (`pipeline_bound`). It is planned when no more is known of it, and the search ends with a bound
+that is no less than what is planned. For the floor, the products of a step take F seconds on all devices at their peak. With
+t_s the seconds of stage s for one of m micro-batches, each rank with one stage and backwards in one piece, `stage_search` has
+T >= sum_{q<s} t_q + m t_s for every s; of stages that together take p F / m the least such T has all of these equal:
 
     T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank, or with backwards in halves
 
@@ -16,11 +18,14 @@ Large programs are not searched to the end: see `large_pipelines`.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from autopar.errors import AutoparError, ConstraintError
 from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import declared
 from autopar.ir.mesh import Mesh
@@ -30,8 +35,9 @@ from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.planning.large_pipelines import LargePipelineSearch
 from autopar.planning.mesh_shapes import LARGE
+from autopar.planning.pipeline_bound import UncutStep
 from autopar.planning.pipeline_checks import check_options, check_program
-from autopar.planning.pipeline_space import PipelineAxis, forms
+from autopar.planning.pipeline_space import PipelineAxis, ScheduledStages, forms
 from autopar.planning.pipeline_trials import PipelineTrials
 from autopar.planning.plan_search import best_shape, limited
 from autopar.planning.planner import at_sizes, connected_meshes, read_program, to_plan
@@ -84,7 +90,12 @@ def search_pipeline(
 
 
 class PipelineSearch(PipelineTrials):
-    """Every number of ranks and of micro-batches and every schedule, but for what is proven to be no faster."""
+    """Every number of ranks and of micro-batches and every schedule, the least bound first, until what is left is proven to be
+    no faster."""
+
+    def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
+        super().__init__(program, options, settings)
+        self._open: list[_OpenSchedules] = []
 
     def both(self, mesh: Mesh) -> None:
         self.whole(mesh, self.options.microbatches)
@@ -92,14 +103,71 @@ class PipelineSearch(PipelineTrials):
             self.cut(mesh, ranks)
 
     def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
-        faster = (runs for runs in counts(self.program) if not self.below_floor(over, runs, products))
-        return min((self.number(over, runs) for runs in faster), default=math.inf)
+        self._open += (_OpenSchedules(self, over, runs, over.floor(products, runs)) for runs in counts(self.program))
+        return math.inf
 
     def number(self, over: PipelineAxis, runs: int) -> Seconds:
-        return self.schedules(over, runs, forms(over.options, over.ranks))
+        self._open.append(_OpenSchedules(self, over, runs, 0.0))
+        return math.inf
 
     def finish(self) -> None:
-        pass
+        """Bound what is open by more and more, always what has the least bound so far; plan it where no more is known."""
+        left = sorted((one.bound, place) for place, one in enumerate(self._open))
+        while left and not self.ended:
+            bound, place = heapq.heappop(left)
+            one = self._open[place]
+            if bound >= self.seconds:
+                self.fared["slower by their bound"] += 1 + len(left)
+                break
+            alone = not left and self.seconds == math.inf
+            if not alone and not self.settings.deadline.passed and one.refined():
+                heapq.heappush(left, (one.bound, place))
+            else:
+                self.schedules(one.over, one.runs, one.faster())
+
+
+class _OpenSchedules:
+    """The schedules of so many micro-batches over an axis, none of which is planned, and a `bound` of all: at first that of the
+    products, then that of the whole step on ranks that are never idle, then the least of the `bounds` by schedules."""
+
+    def __init__(self, search: PipelineTrials, over: PipelineAxis, runs: int, floor: Seconds) -> None:
+        self.search, self.over, self.runs, self.bound = search, over, runs, floor
+        self.ways = list(forms(over.options, over.ranks))
+        self.bounds: list[Seconds] = []
+        self._uncut: UncutStep | None = None
+
+    def refined(self) -> bool:
+        """Whether the bound is another one now, of what takes longer to be known."""
+        if self.bounds:
+            return False
+        try:
+            if self._uncut is None:
+                planner, step = self.over.planner, self.search.cuts(self.over, self.runs).step
+                self._uncut = UncutStep(step, planner.mesh, planner.link, planner.options, planner.settings)
+                self.bound = max(self.bound, self._uncut.busy(self.over.ranks))
+                return True
+            self.bounds = [self._bounded(self._uncut, schedule, stages) for schedule, stages in self.ways]
+        except AutoparError:  # which planning will say
+            return False
+        self.bound = min(self.bounds)
+        return True
+
+    def faster(self) -> Iterator[ScheduledStages]:
+        """The schedules that may be faster than what is known by then, the least bound first."""
+        bounds = self.bounds or [self.bound] * len(self.ways)
+        for bound, way in sorted(zip(bounds, self.ways, strict=True), key=lambda one: one[0]):
+            if bound < self.search.seconds:
+                yield way
+
+    def _bounded(self, uncut: UncutStep, schedule: str, stages: int | str | Sequence[str]) -> Seconds:
+        """The bound of the step by a schedule; infinite where the program lacks the stages."""
+        asked = replace(self.over.options, schedule=schedule, stages=stages)
+        try:
+            cut = self.search.cuts(self.over, self.runs).chosen(self.over.mesh, self.over.axis, asked, self.runs)
+        except ConstraintError as error:
+            self.search.refused.append(error)
+            return math.inf
+        return uncut.roughly(cut.schedule)
 
 
 __all__ = ["PipelineSearch", "make_pipeline_plan", "plan_on", "plan_pipeline", "search_pipeline"]
