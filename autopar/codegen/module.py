@@ -6,7 +6,7 @@ the planned one, and its results have the structure of the original's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -197,24 +197,39 @@ class ParallelModule(ProgramModule):
         for found in [*combinations(self.autopar.signature.sizes, sizes)]:
             self._variant(found)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the norm before.
 
-        Like `torch.nn.utils.clip_grad_norm_`, and over all stages of a pipeline.
+        Like `torch.nn.utils.clip_grad_norm_`, and over all stages of a pipeline. With `parameters` theirs alone: of a pipeline
+        those that this rank stores, if there are any.
 
         Raises:
-            InputError: other ranks make another call, which would wait for this one, and this one for them.
+            InputError: other ranks make another call, which would wait for this one, and this one for them; or a parameter is
+                not the module's.
             RuntimeError: the norm is not finite, if asked to.
         """
         self.autopar.agreement.same("clip_grad_norm_")
-        norm = self._gradient_norm(norm_type)
+        clipped = dict(self.named_parameters())
+        if parameters is not None:
+            chosen = set(parameters)
+            if not chosen.issubset(clipped.values()):
+                raise InputError("a parameter whose gradient is to be clipped is not the module's", fix="those of parameters()")
+            clipped = {name: parameter for name, parameter in clipped.items() if parameter in chosen}
+        norm = self._gradient_norm(clipped, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the gradients have a norm of {float(norm)} (norm_type={norm_type}), and cannot be clipped")
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        nn.utils.clip_grads_with_norm_(clipped.values(), max_norm, norm)
         return norm
 
-    def _gradient_norm(self, norm_type: float) -> torch.Tensor:
-        return norm_of(self.parameters(), norm_type)
+    def _gradient_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
+        return norm_of(parameters.values(), norm_type)
 
     @property
     def local_buffers(self) -> dict[str, torch.Tensor]:

@@ -240,10 +240,10 @@ class PipelineModule(ParallelModule):
         with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.stages.rank), torch.enable_grad():
             self._run(self.trained, inputs, loss)
 
-    def _gradient_norm(self, norm_type: float) -> torch.Tensor:
+    def _gradient_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
         order, rank = self.stages.pipeline.order, self.stages.rank
         elsewhere = {name for name, of in self.stages.pipeline.tied.items() if order.rank_of[of[0]] != rank.index}
-        counted = (parameter for name, parameter in self.named_parameters() if name not in elsewhere)
+        counted = (parameter for name, parameter in parameters.items() if name not in elsewhere)
         return rank.norm(norm_of(counted, norm_type), norm_type)
 
     def _begun(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
@@ -90,23 +90,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"the loader has batches of {data_loader.batch_size}, but the planned batch is {batch}, in {shares} share(s)",
                 fix=f"batch_size={batch // shares}, or plan with another batch",
             )
-        loader = PartLoader(
-            data_loader.dataset,
-            device=self.device if device_placement or self.device_placement else None,
-            batch_sampler=self.parallel.sampler(
-                data_loader.dataset, shuffle=isinstance(data_loader.sampler, RandomSampler), seed=self.seed
-            ),
-            collate_fn=data_loader.collate_fn,
-            num_workers=data_loader.num_workers,
-            pin_memory=data_loader.pin_memory,
-            persistent_workers=data_loader.persistent_workers,
-            prefetch_factor=data_loader.prefetch_factor,
-            worker_init_fn=data_loader.worker_init_fn,
+        sampler = self.parallel.sampler(
+            data_loader.dataset, shuffle=isinstance(data_loader.sampler, RandomSampler), seed=self.seed
         )
-        loader.parallel = self.parallel
-        loader.padding = BatchPadding.of_loader(self.parallel, data_loader.collate_fn)
+        device = self.device if device_placement or self.device_placement else None
+        loader = PartLoader.of(data_loader, self.parallel, sampler, device=device)
         self._dataloaders.append(loader)
         return loader
+
+    def skip_first_batches(self, dataloader: DataLoader[object], num_batches: int = 0) -> DataLoader[object]:
+        """A prepared loader without its first batches, to resume within an epoch; others as the library does."""
+        if isinstance(dataloader, PartLoader):
+            sampler = _SkippingSampler(dataloader.batch_sampler, num_batches)
+            return PartLoader.of(
+                dataloader, dataloader.parallel, sampler, device=dataloader.device, iteration=dataloader.iteration
+            )
+        found: DataLoader[object] = super().skip_first_batches(dataloader, num_batches)
+        return found
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """A schedule over the batches of loaders as they are before `prepare`, of which each step takes one for every share."""
@@ -120,14 +120,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradients of all parameters of the parallel module; others as the library does."""
+        """Clip the gradients of parameters of the parallel module, by their norm over all stages; others as the library does.
+
+        In a pipeline a rank may store none of those that are clipped.
+        """
         given = [*parameters]
-        own = [*self.parallel.parameters()] if self.parallel is not None else []
-        if self.parallel is None or [*map(id, given)] != [*map(id, own)]:
+        if self.parallel is None or not set(given).issubset(self.parallel.parameters()):
             norm: torch.Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
-        return self.parallel.clip_grad_norm_(max_norm, norm_type)
+        return self.parallel.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def gather(self, tensor: object) -> object:
         """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it."""
@@ -213,13 +215,38 @@ class PartLoader(DataLoaderShard):  # type: ignore[misc]
     """A loader of this rank's samples that yields its part of every batch, as long as on the ranks with other samples."""
 
     parallel: ParallelModule
-    padding: BatchPadding | None = None
+    padding: BatchPadding | None
+
+    @staticmethod
+    def of(loader: DataLoader[object], parallel: ParallelModule, sampler: Sampler[list[int]], **options: object) -> PartLoader:
+        """A loader like another one, of the batches of a sampler, for a parallel module."""
+        found = PartLoader(
+            loader.dataset,
+            batch_sampler=sampler,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            persistent_workers=loader.persistent_workers,
+            prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=loader.worker_init_fn,
+            **options,
+        )
+        found.parallel, found.padding = parallel, BatchPadding.of_loader(parallel, loader.collate_fn)
+        return found
 
     def __iter__(self) -> Iterator[object]:
         for samples in super().__iter__():
             if self.padding is not None and isinstance(samples, Mapping):
                 samples = self.padding.on_all_ranks(samples, self.parallel)
             yield self.parallel.shard(samples, samples=True)
+
+
+class _SkippingSampler(SkipBatchSampler):  # type: ignore[misc]
+    """The library's own, which hands on the number of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of the samples is that of this epoch."""
+        self.batch_sampler.set_epoch(epoch)
 
 
 class PartScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -94,6 +95,59 @@ def test_a_loop_with_a_restart_has_the_losses_of_one_process(pool: WorkerPool, t
         assert losses == pytest.approx(expected(), rel=1e-4)
     names = [*Net().state_dict()]
     assert [kept for _, kept in found] == [names, []]  # type: ignore[misc]
+
+
+FIRST = "body.0."  # the weights of the first of two stages
+
+
+def whole(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def clipped(strategy: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The norm of the gradients of the first block, which is clipped alone, and what all gradients of this rank are then."""
+    launched()
+    accelerator = Accelerator(cpu=True)
+    parallel = accelerator.prepare(made(Net(), strategy))
+    accelerator.backward(parallel(*parallel.shard(DATA[:BATCH])))
+    some = [weight for name, weight in parallel.named_parameters() if name.startswith(FIRST)]
+    norm = accelerator.clip_grad_norm_(some, 0.01)
+    return float(norm), {name: whole(weight.grad) for name, weight in parallel.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "stages"])
+def test_some_gradients_are_clipped_by_their_own_norm_on_every_rank(pool: WorkerPool, strategy: str) -> None:
+    """As those of weights that are not frozen; of the second stage there are none."""
+    model = Net()
+    model(*DATA[:BATCH]).backward()
+    expected = nn.utils.clip_grad_norm_([weight for name, weight in model.named_parameters() if name.startswith(FIRST)], 0.01)
+    seen = set[str]()
+    for norm, gradients in pool.run(f"{__name__}:clipped", strategy, ranks=2):  # type: ignore[misc]
+        assert norm == pytest.approx(float(expected), rel=1e-4)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+        seen |= gradients.keys()
+    assert seen == dict(model.named_parameters()).keys()
+
+
+def skipped(strategy: str) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """The batches of this rank in the second epoch, and those without the first one."""
+    launched()
+    accelerator = Accelerator(cpu=True)
+    parallel = made(Net(), strategy)
+    loader = accelerator.prepare(DataLoader(DATA, batch_size=BATCH // parallel.data_world, shuffle=True), parallel)[0]
+    loader.set_epoch(1)
+    rest = accelerator.skip_first_batches(loader, 1)
+    return [*loader], [*rest]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "stages"])
+def test_a_loader_without_its_first_batches_has_the_others_of_its_epoch(pool: WorkerPool, strategy: str) -> None:
+    for whole, rest in pool.run(f"{__name__}:skipped", strategy, ranks=2):  # type: ignore[misc]
+        assert len(whole) == STEPS
+        for one, other in zip(whole[1:], rest, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 class Predicts(Net):
