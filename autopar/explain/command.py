@@ -20,6 +20,7 @@ Exit code 0 for an answer; 1 if there is no plan, no such name, or a cost above 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,11 +64,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _refuse_lost_files(options)
     if options.check:
         return _checked(options)
     refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
     _print(_answer(options), json=options.json)
     return 0
+
+
+def _refuse_lost_files(options: argparse.Namespace) -> None:
+    """Refuse to write two answers into one file, a picture over a plan that is read, and anything over Python code."""
+    sources = [options.plan, *(options.diff or ()), *(options.target or "").split(":")[:1]]
+    read, written = {os.path.realpath(path) for path in sources if path}, set[str]()
+    for name in ("save", "trace", "html"):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if not path:
+            raise UsageError(f"--{name} names no file", fix=f"--{name} and a path, or leave it out")
+        file = os.path.realpath(path)
+        if file in written or path.endswith(".py") or (file in read and name != "save"):
+            what = f"--{name} {path} would write over what this command reads or writes, or over Python code"
+            raise UsageError(what, fix="another file")
+        written.add(file)
 
 
 def _checked(options: argparse.Namespace) -> int:

@@ -42,6 +42,10 @@ DIFF, CHECK, PAGE = "--diff a.json b.json", "--check baselines", "model.py:build
         (f"{PAGE} --devices 8 --within 2s", "--html writes a page: --within cannot be combined"),
         (f"{PAGE} --price 3", "no numbers of devices: --price only with --devices"),
         (f"{PAGE} --devices 8 --price -1", "is no price"),
+        ("model.py:build --mesh 2 --trace model.py", "--trace model.py would write over what this command reads"),
+        ("model.py:build --mesh 2 --save x.json --trace ./x.json", "--trace ./x.json would write over what this command"),
+        ("plan.json --html plan.json", "--html plan.json would write over what this command reads or writes"),
+        ("model.py:build --mesh 2 --trace=", "--trace names no file"),
     ],
 )
 def test_options_that_say_nothing_together_are_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
