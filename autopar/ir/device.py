@@ -50,6 +50,10 @@ class Link:
         """A link by which messages take so many times less."""
         return replace(self, latency=self.latency / times, bandwidth=self.bandwidth * times)
 
+    def without_latency(self) -> Link:
+        """A link by which an empty message takes no time."""
+        return replace(self, latency=0.0, lines={kind: (0.0, by_size) for kind, (_, by_size) in self.lines.items()})
+
     @staticmethod
     def of_lines(name: str, ranks: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
         """A link with a line per kind of collective; its latency and bandwidth, for people, are those of the all-gather."""

@@ -136,6 +136,11 @@ class Mesh:
         )
         return replace(self, axes=axes, sizes=sizes, links=links, flattened=flattened)
 
+    def without_latency(self) -> Mesh:
+        """The mesh with links over which an empty message takes no time."""
+        flattened = tuple((places, link.without_latency()) for places, link in self.flattened)
+        return replace(self, links=tuple(link.without_latency() for link in self.links), flattened=flattened)
+
     def axes_over(self, axis: int) -> tuple[int, ...]:
         """The places of what has this number: of an axis, or of those that a flattened one is made of."""
         return numbered_axes(len(self.sizes))[axis]

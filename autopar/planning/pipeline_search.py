@@ -7,9 +7,12 @@
 
 What has the least bound is bounded by more: the floor of its products, then the price of the whole step on ranks that are never
 idle, then that by each schedule (`pipeline_bound`). It is planned when no more is known of it, and the search ends with a bound
-that is no less than what is planned. For the floor, the products of a step take F seconds on all devices at their peak. With
-t_s the seconds of stage s for one of m micro-batches, each rank with one stage and backwards in one piece, `stage_search` has
-T >= sum_{q<s} t_q + m t_s for every s; of stages that together take p F / m the least such T has all of these equal:
+that is no less than what is planned. The prices are by any strategy, which are no more than those by a named one, and of links
+without latency: stages may send weights in fewer messages than the whole step.
+
+For the floor, the products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one of m
+micro-batches, each rank with one stage and backwards in one piece, `stage_search` has T >= sum_{q<s} t_q + m t_s for every s;
+of stages that together take p F / m the least such T has all of these equal:
 
     T >= p F / (m (1 - (1 - 1/m)^p))              and T >= F with several stages a rank, or with backwards in halves
 
@@ -143,7 +146,8 @@ class _OpenSchedules:
         try:
             if self._uncut is None:
                 planner, step = self.over.planner, self.search.cuts(self.over, self.runs).step
-                self._uncut = UncutStep(step, planner.mesh, planner.link, planner.options, planner.settings)
+                mesh, options = planner.mesh.without_latency(), replace(planner.options, strategy=AUTO)
+                self._uncut = UncutStep(step, mesh, planner.link, options, planner.settings)
                 self.bound = max(self.bound, self._uncut.busy(self.over.ranks))
                 return True
             self.bounds = [self._bounded(self._uncut, schedule, stages) for schedule, stages in self.ways]

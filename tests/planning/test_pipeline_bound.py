@@ -14,7 +14,6 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError, BudgetError
-from autopar.ir.device import Link
 from autopar.ir.program import Program
 from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import microbatches
@@ -91,7 +90,7 @@ def test_no_strategy_has_a_faster_forward_than_the_bound(made: Callable[..., Any
     hides = replace(FAST, interference=0.45)
     options = Options(device=hides, strategy=strategy, pipeline="pp", microbatches=2, recompute="none")
     program, mesh = read_program(*made(), options).program, connected_mesh({"pp": 2, "dp": 2, "tp": 2}, options)
-    mesh = replace(mesh, links=tuple(map(_without_latency, mesh.links)))
+    mesh = mesh.without_latency()
     search = search_pipeline(program, [mesh], options)
     assert search.found is not None
     staged, over, asked = search.found
@@ -99,10 +98,6 @@ def test_no_strategy_has_a_faster_forward_than_the_bound(made: Callable[..., Any
     least = least_forward(whole, over.planner.mesh, asked, DEFAULTS)
     takes, once = (sum(parts) for parts in zip(*((s.forward, s.once) for s in staged.stage_seconds), strict=True))
     assert 0.5 * takes <= least <= takes + once / MANY
-
-
-def _without_latency(link: Link) -> Link:
-    return replace(link, latency=0.0, lines={kind: (0.0, by_size) for kind, (_, by_size) in link.lines.items()})
 
 
 @functools.cache

@@ -133,7 +133,7 @@ def test_micro_batches_for_which_ranks_wait(ranks: int, runs: int) -> None:
     "mesh, runs, options, stages",
     [
         pytest.param((4,), (4,), {}, True, id="four nodes", marks=pytest.mark.thorough),
-        pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp", marks=pytest.mark.thorough),
+        pytest.param((2, 2), (1, 2, 4, 8), {"strategy": "fsdp"}, True, id="by fsdp"),
         pytest.param((2,), (4, 8), {"budget": "12MiB"}, True, id="in little memory"),
         pytest.param(
             (2,),
