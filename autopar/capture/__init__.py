@@ -17,13 +17,14 @@ selection    what a mask selects: rows whose number is not known, and what opera
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from autopar.capture.assumptions import NOTHING, Assumptions
+from autopar.capture.carried_tensors import CarriedTensorError, HeldTensor
 from autopar.capture.decided import Decided
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
@@ -94,8 +95,22 @@ def capture(
         return lower(following, copied, cast).hash == program.hash, following.changes
 
     once = kept(copied.module, traced.changes, again)
+    if traced.made:
+        _refuse_carried(traced.made, lambda: trace(copied.module, cast, assumptions, values))
     decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
     return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)
+
+
+def _refuse_carried(made: Mapping[str, HeldTensor], again: Callable[[], object]) -> None:
+    """Raise CaptureError if a second call would read a tensor that the first one made, and replace it."""
+    for held in made.values():
+        held.put(torch.empty(held.tensor.shape, dtype=held.tensor.dtype, device="meta"))
+    try:
+        again()
+    except CarriedTensorError:
+        raise
+    except CaptureError:
+        pass  # the first call was captured
 
 
 def _refuse_training(model: nn.Module, call: ModelCall) -> None:

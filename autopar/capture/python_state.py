@@ -18,8 +18,8 @@ from torch import nn
 from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_LIMIT, _DEPTH = 1024, 3  # elements of a container, and containers in one another, that are looked at
-_OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
+MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and containers in one another, that are looked at
+OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
 _SWITCHES = frozenset({"_disable_adapters"})  # private, but set from outside: by peft's `disable_adapter()`
 _SEEDED = "torch.manual_seed"
 Attributes = Mapping[tuple[str, str], object]  # frozen, by path of the module and name
@@ -64,11 +64,11 @@ def attributes(model: nn.Module) -> Attributes:
         (path, name): _frozen(held)
         for path, module in model.named_modules()
         for name, held in vars(module).items()
-        if name not in _OF_TORCH
+        if name not in OF_TORCH
     }
 
 
-def _frozen(value: object, depth: int = _DEPTH) -> object:
+def _frozen(value: object, depth: int = MOST_NESTED) -> object:
     """A value that compares as the plain values in it do; `...` if there are tensors in it."""
     match value:
         case random.Random():
@@ -84,7 +84,7 @@ def _frozen(value: object, depth: int = _DEPTH) -> object:
     if isinstance(value, _SCALARS):
         return type(value), repr(value)
     inside = value if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", None)
-    if inside is None or callable(value) or len(inside) > _LIMIT or not depth:
+    if inside is None or callable(value) or len(inside) > MOST_ELEMENTS or not depth:
         return None
     pairs = inside.items() if isinstance(inside, Mapping) else enumerate(inside)
     found = [(repr(key), _frozen(part, depth - 1)) for key, part in pairs if isinstance(key, _SCALARS)]
@@ -170,7 +170,7 @@ class Settings:
 
 def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[str, object]]:
     for name, held in vars(module).items():
-        private = name in _OF_TORCH or (name.startswith("_") and name not in _SWITCHES)
+        private = name in OF_TORCH or (name.startswith("_") and name not in _SWITCHES)
         private |= f"{path}.{name}".strip(".") in kept
         if isinstance(held, _SCALARS) and not private:
             yield name, held

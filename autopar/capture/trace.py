@@ -18,6 +18,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.capture import source_location
 from autopar.capture.assumptions import NOTHING, Answers, Assumptions
+from autopar.capture.carried_tensors import HeldTensor
 from autopar.capture.python_state import Changes
 from autopar.capture.returned import ReturnSpec, read_result
 from autopar.capture.signature import ModelCall
@@ -29,7 +30,10 @@ _BRANCH = (
     "express the choice with torch.where, or decide it outside of forward; static=[...] makes an input of integers a constant, "
     'and assume={"model.py:12": False} a line whose answer is always the same'
 )
-_DEVICE = "make new tensors on the device of an input (device=x.device), or register them as buffers"
+_DEVICE = (
+    "make new tensors on the device of an input (device=x.device), or register them as buffers; parameters and modules in "
+    "nn.ParameterList, nn.ModuleList and the like, not in lists"
+)
 _CAST = "give inputs the dtypes that the model computes with, or cast them in forward: x.to(dtype)"
 _OF_DTYPES = re.compile(r"dtype|scalar type|type \(|tensors used as indices")  # what torch says of operands of other dtypes
 _FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
@@ -48,6 +52,10 @@ _SAID = {  # what torch says: what it means, and the way out
         "forward uses a tensor that it neither is given nor makes, but has kept from elsewhere",
         "register it as a buffer",
     ),
+    "Cannot cast tensor(": (
+        "forward asks a tensor that it holds for its value, of which a graph has none",
+        "keep it as a number of Python, or compute with the tensor",
+    ),
     "FlexAttention is only supported on": (
         "flex_attention is not an operator that can be planned",
         "call scaled_dot_product_attention with a mask",
@@ -57,13 +65,14 @@ _SAID = {  # what torch says: what it means, and the way out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, and the buffers
-    whose values decided something, each with a line.
+    """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, the tensors it
+    put there, and the buffers whose values decided something, each with a line.
     """
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
     changes: Changes
+    made: Mapping[str, HeldTensor]
     decided: Mapping[str, str]
 
 
@@ -107,7 +116,8 @@ def trace(
     answers.tell_unused()
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
-    return Traced(exported=exported, returned=returned, changes=made[0].changes, decided=made[0].decided)
+    left = made[0]
+    return Traced(exported=exported, returned=returned, changes=left.changes, made=left.made, decided=left.decided)
 
 
 def explained(error: Exception, model: str) -> AutoparError:

@@ -40,6 +40,7 @@ from autopar.capture import (
     traced_losses,
 )
 from autopar.capture.assumptions import Answers
+from autopar.capture.carried_tensors import CarriedTensors, HeldTensor
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.known_values import ASKING, KnownValues
@@ -55,9 +56,11 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What a call changed in the attributes of the module, and the buffers whose values it read, each with a line that did."""
+    """What a call changed in the attributes of the module, the tensors that it put where there was none, and the buffers whose
+    values it read, each with a line that did."""
 
     changes: Changes
+    made: Mapping[str, HeldTensor]
     decided: Mapping[str, str]
 
 
@@ -75,10 +78,12 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
         known = KnownValues(dict(module.named_buffers()) | dict(tensors(module)), values)
-        with Guards(generators, answers, known) as guards:
+        carried = CarriedTensors(module)
+        with Guards(generators, answers, known, carried) as guards:
             result = call(*args, **kwargs)
         guards.repairs.refuse()
-        made.append(Traces(changes(module, before), known.decided))
+        carried.refuse()
+        made.append(Traces(changes(module, before), carried.made(), known.decided))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
@@ -107,9 +112,9 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
 class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
-    def __init__(self, generators: Generators, answers: Answers, known: KnownValues) -> None:
+    def __init__(self, generators: Generators, answers: Answers, known: KnownValues, carried: CarriedTensors) -> None:
         super().__init__()
-        self.generators, self.answers, self.known = generators, answers, known
+        self.generators, self.answers, self.known, self.carried = generators, answers, known, carried
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
         self.functions: dict[str, bool] = {}  # whether they may be traced
@@ -121,7 +126,9 @@ class Guards(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
         frame = source_location.caller(func, asker)
-        return self.repairs.result(lambda: self.call(func, types, args, kwargs or {}, asker), frame)
+        result = self.repairs.result(lambda: self.call(func, types, args, kwargs or {}, asker), frame)
+        self.carried.notice(func, (*args, *(kwargs or {}).values()), result)
+        return result
 
     def call(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -24,7 +25,8 @@ class Does(nn.Module):
         self.lin, self.inner, self.body = nn.Linear(6, 6), nn.Identity(), body
         self.calls, self.longest, self.table = 0, 0, [1.0]
         self.masks: dict[str, torch.Tensor] = {}
-        self.state, self.own = SimpleNamespace(step=0), random.Random(0)
+        self.state, self.own = SimpleNamespace(step=0, before=None), random.Random(0)
+        self.mean, self.before, self.slots = torch.zeros(6), None, [None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(self.body(self, x))
@@ -80,6 +82,58 @@ def keeping_tensors(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x * self.masks["mask"]
 
 
+def averaging(self: Does, x: torch.Tensor) -> torch.Tensor:
+    found = x - self.mean
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+    return found
+
+
+def before(self: Does, x: torch.Tensor) -> torch.Tensor:
+    found = x if self.before is None else x + self.before
+    self.before = x.detach()
+    return found
+
+
+def before_in_a_list(self: Does, x: torch.Tensor) -> torch.Tensor:
+    found = x if self.slots[0] is None else x + self.slots[0]
+    self.slots[0] = x.detach()
+    return found
+
+
+def before_in_an_object(self: Does, x: torch.Tensor) -> torch.Tensor:
+    found = x if self.state.before is None else x + self.state.before
+    self.state.before = x.detach()
+    return found
+
+
+def before_in_a_dict(self: Does, x: torch.Tensor) -> torch.Tensor:
+    found = x + self.masks.get("before", 0.0)
+    self.masks["before"] = x.detach()
+    return found
+
+
+def moved(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.mean = self.mean.to(x.device)
+    return x - self.mean
+
+
+def cast(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.mean = self.mean.to(torch.bfloat16).contiguous()
+    return x - self.mean
+
+
+def noted(self: Does, x: torch.Tensor) -> torch.Tensor:
+    self.before = x.mean(0)
+    self.mean, self.state.before = self.before, x
+    return x - self.mean
+
+
+def kept_in_an_attribute(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if self.before is None or len(self.before) < x.shape[1]:
+        self.before = torch.arange(6, device=x.device)
+    return x * self.before
+
+
 @pytest.mark.parametrize(
     "body, what",
     [(drawn, "draws from random"), (drawn_by_numpy, "draws from numpy.random"), (seeded, "calls torch.manual_seed")],
@@ -112,7 +166,34 @@ def test_attributes_that_forward_changes_are_refused(body: Callable[[Does, torch
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
-@pytest.mark.parametrize("body, names", [(caching, {"longest"}), (keeping_tensors, set())])
+@pytest.mark.parametrize(
+    "body, name",
+    [
+        (averaging, "mean"),
+        (before, "before"),
+        (before_in_a_list, "slots[0]"),
+        (before_in_a_dict, "masks['before']"),
+        (before_in_an_object, "state.before"),
+    ],
+)
+def test_a_tensor_of_the_call_before_is_refused(body: Callable[[Does, torch.Tensor], torch.Tensor], name: str) -> None:
+    """Every call would have that of the first one."""
+    with pytest.raises(CaptureError, match=rf"forward reads 0\.{re.escape(name)} and sets it"):
+        capture(nn.Sequential(Does(body)), X)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
+@pytest.mark.parametrize(
+    "body, names",
+    [
+        (caching, {"longest"}),
+        (keeping_tensors, set()),
+        (kept_in_an_attribute, set()),
+        (moved, set()),
+        (cast, set()),
+        (noted, set()),
+    ],
+)
 def test_an_attribute_that_is_computed_once_is_no_harm(
     body: Callable[[Does, torch.Tensor], torch.Tensor], names: set[str]
 ) -> None:

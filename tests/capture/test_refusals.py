@@ -23,6 +23,7 @@ class Does(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 4)
         self.register_buffer("kept", torch.ones(4))
+        self.scale = torch.tensor(0.5)
         self.body = body
 
     def forward(self, x: torch.Tensor) -> object:
@@ -118,6 +119,10 @@ def conditional(self: Does, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,))
 
 
+def read_number(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * self.scale.item()
+
+
 def elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x + torch.ones(4, device="cpu")
 
@@ -169,6 +174,7 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (under_no_grad, "aten.clamp_.default writes under no_grad into a tensor with a gradient", "outside of no_grad"),
         (conditional, "cond contains a graph of its own", "without torch.cond"),
         (elsewhere, "Does cannot be captured: .*same device", "device=x.device"),
+        (read_number, "asks a tensor that it holds for its value", "number of Python"),
         (loaded, "forward creates a tensor from numbers that the graph cannot contain", "register it as a buffer"),
         (tangent, "levels of forward-mode differentiation are no operators", "torch.func.jvp"),
         (turned_buffer, "aten.unsqueeze_.default changes the buffer kept", "the form that returns its result"),
