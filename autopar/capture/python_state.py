@@ -139,10 +139,16 @@ class Settings:
         )
 
     def check(self, parallel: nn.Module) -> None:
-        """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one, and for a
-        mode that a submodule has for itself."""
+        """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one, for a
+        module of the captured model that was replaced, and for a mode that a submodule has for itself."""
         self._check_modes(parallel)
+        whole = next((own() for own, path, _ in self.modules if not path), None)
         for own, path, known in self.modules:
+            if whole is not None and _at(whole, path) is not own():
+                raise InputError(
+                    f"{path} was replaced after the model was captured, which has no effect",
+                    fix="replace it, or add adapters, before; or parallelize again, over= the first for the same weights",
+                )
             for module in (own(), _at(parallel, path)):
                 held = vars(module) if module is not None else {}
                 for name, value in known.items():

@@ -225,5 +225,10 @@ def test_an_attribute_that_is_set_after_capture_is_refused_at_the_next_call() ->
             parallel(X)
         setattr(owner, name, before)
     parallel(X)
-    del model
+    layer, model.layer = model.layer, nn.Sequential(model.layer)
+    with pytest.raises(InputError, match="layer was replaced after the model was captured"):
+        parallel(X)
+    model.layer = layer
+    parallel(X)
+    del model, layer
     parallel(X)
