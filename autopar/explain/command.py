@@ -148,7 +148,7 @@ def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
     fix = f"MODEL --plan {options.target}, with the model that it was planned for"
     if plan.pipeline:
         fix = "MODEL with the options of the plan, which is then made again: it has pipeline stages"
-    refuse(options, needed, saved, "need the model", fix)
+    refuse(options, needed, saved, "cannot be answered without the model", fix)
     if options.trace:
         _write(options.trace, trace_of(plan))
     if options.energy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 from autopar.analysis.analysis import Analysis
 from autopar.errors import InputError
@@ -16,14 +17,16 @@ from autopar.search_space.constraints import targets
 def choices_of(analysis: Analysis, glob: str) -> list[str]:
     """The classes of ops and given tensors that a name means, each once.
 
-    A module means the operators of its own that the report names; if it has none, those inside it; if there are none, all of
-    its operators. Raises InputError for a name that matches nothing, with the closest names.
+    What has exactly this name comes before what it matches as a glob. A module means the operators of its own that the report
+    names; if it has none, those inside it; if there are none, all of its operators. Raises InputError for a name that matches
+    nothing, with the closest names.
     """
     program = analysis.program
     inside = _modules(program.ops)
     exact = {name: value for name, value in targets(program) if name not in inside}
-    hits = [program.producer[v].name if v in program.producer else v for n, v in exact.items() if fnmatchcase(n, glob)]
-    hits += [op.name for module, ops in inside.items() if fnmatchcase(module, glob) for op in _telling(analysis, module, ops)]
+    matches = glob.__eq__ if glob in exact or glob in inside else partial(fnmatchcase, pat=glob)
+    hits = [program.producer[v].name if v in program.producer else v for n, v in exact.items() if matches(n)]
+    hits += [op.name for module, ops in inside.items() if matches(module) for op in _telling(analysis, module, ops)]
     if not hits:
         close = difflib.get_close_matches(glob.replace("*", ""), [*exact, *inside], n=3, cutoff=0.5)
         raise InputError(

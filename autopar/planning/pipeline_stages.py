@@ -157,7 +157,8 @@ class StageCuts:
             most = len(found.firsts)
             fewer = f"stages={most} at most, or a pipeline axis of at most so many ranks"
             fix = fewer if most > 1 else "a plan without pipeline="
-            raise ConstraintError(f"the model can be cut into {most} stages at most, not into {count}", fix=fix)
+            stages = "stages at most" if most > 1 else "stage only, as no stage can begin within it"
+            raise ConstraintError(f"the model can be cut into {most} {stages}, not into {count}", fix=fix)
         name, schedule = options.schedule, given
         if schedule is None:
             name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)

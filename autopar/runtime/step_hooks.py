@@ -27,9 +27,8 @@ def hooked(optimizer: optim.Optimizer, hooks: StepHooks) -> optim.Optimizer:
 def check_class(optimizer: optim.Optimizer, known: Sequence[type[optim.Optimizer]], does: str, fix: str) -> None:
     """Raise InputError for an optimizer of a class that is not known to do what is said."""
     if type(optimizer) not in known:
-        raise InputError(
-            f"{type(optimizer).__name__} is not known to {does}", known=", ".join(kind.__name__ for kind in known), fix=fix
-        )
+        names = ", ".join(f"{kind.__module__}.{kind.__name__}" for kind in known)
+        raise InputError(f"{type(optimizer).__name__} is not known to {does}", known=names, fix=fix)
 
 
 __all__ = ["check_class", "hooked"]

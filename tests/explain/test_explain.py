@@ -147,9 +147,9 @@ def test_a_saved_plan_cannot_be_changed_by_options(target: str, tmp_path: Path, 
     assert main([path, "--mesh", "4", "--strategy", "ddp"]) == 2
     assert "is a saved plan: --mesh, --strategy cannot change it" in capsys.readouterr().err
     assert main([path, "--why", "0", "--code"]) == 2
-    assert "is a saved plan: --why, --code need the model" in capsys.readouterr().err
+    assert "is a saved plan: --why, --code cannot be answered without the model" in capsys.readouterr().err
     assert main([path, "--trace", "step.json"]) == 2
-    assert "is a saved plan: --trace need the model" in capsys.readouterr().err
+    assert "is a saved plan: --trace cannot be answered without the model" in capsys.readouterr().err
     Path(path).write_text("{}")
     assert main([path]) == 1
     assert "PlanError: " in capsys.readouterr().err

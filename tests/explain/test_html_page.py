@@ -169,7 +169,7 @@ def test_the_command_writes_a_page_of_a_model_and_of_a_saved_plan(tmp_path: Path
     assert main([str(plan), "--html", str(path)]) == 0
     assert json.loads(Page(path.read_text()).scripts[0]) == []
     assert main([str(plan), "--html", str(path), "--devices", "8", "--budget-sweep"]) == 2
-    assert "is a saved plan: --budget-sweep, --devices need the model" in capsys.readouterr().err
+    assert "is a saved plan: --budget-sweep, --devices cannot be answered without the model" in capsys.readouterr().err
 
 
 def test_of_an_open_mesh_the_page_is_of_the_first_number_of_devices(tmp_path: Path) -> None:

@@ -94,6 +94,15 @@ def test_a_module_means_its_telling_operators_and_a_glob_means_them_all() -> Non
     assert {answer.name for answer in found.why(f"{LAYER}.mlp.act")} >= {f"{LAYER}.mlp.act:tanh#0"}
 
 
+def test_what_has_exactly_a_name_comes_before_what_it_matches() -> None:
+    """`[x]` in a glob is an x."""
+    model = nn.Sequential()
+    model.add_module("a[x]", nn.Linear(8, 16))
+    model.add_module("ax", nn.Linear(16, 8))
+    found = explain(model, torch.zeros(4, 8), 2, device="h100")
+    assert [[answer.name for answer in found.why(name)] for name in ("a[x]", "ax")] == [["a[x]:linear#0"], ["ax:linear#0"]]
+
+
 def test_a_name_that_means_nothing_is_refused_with_what_is_close() -> None:
     with pytest.raises(InputError, match=r"nothing in the model is named 'transformer\.wt\.weight'") as refusal:
         explained().why("transformer.wt.weight")
