@@ -87,18 +87,21 @@ class CarriedTensors:
     def __init__(self, model: nn.Module) -> None:
         self.model, self._before = model, held_tensors(model)
         self._names = {id(held.tensor): name for name, held in self._before.items()}
-        self._alike: list[torch.Tensor] = []  # kept alive: they are told apart by their ids
+        self._copies: dict[int, torch.Tensor] = {}  # by id, kept alive
         self._read: set[str] = set()
 
     def notice(self, function: object, args: tuple[object, ...], result: object) -> None:
         """Take note of a function that is called; one that gives no tensor asks for sizes and the like."""
-        made = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) if self._names else False
-        names = {self._names.get(id(leaf), "") for leaf in pytree.tree_leaves(args)} - {""} if made else set()
-        if function in _COPYING and isinstance(result, torch.Tensor) and len(names) == 1:
-            self._alike.append(result)
-            self._names.setdefault(id(result), *names)
-        else:
-            self._read |= names
+        if not self._names:
+            return
+        named = {self._names.get(id(leaf), "") for leaf in pytree.tree_leaves(args)} - {""}
+        if _writes(function) and id(args[0]) in self._copies:
+            self._names.pop(id(args[0]), None)  # it is a copy no longer
+        if function in _COPYING and isinstance(result, torch.Tensor) and len(named) == 1:
+            self._copies[id(result)] = result
+            self._names.setdefault(id(result), *named)
+        elif _writes(function) or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self._read |= named
 
     def refuse(self) -> None:
         """Raise CaptureError for a tensor that forward reads, and replaces by what the next call is to read."""
@@ -113,6 +116,12 @@ class CarriedTensors:
     def made(self) -> Mapping[str, HeldTensor]:
         """The tensors in places where there was none."""
         return {name: held for name, held in held_tensors(self.model).items() if name not in self._before}
+
+
+def _writes(function: object) -> bool:
+    """Whether a function writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 class CarriedTensorError(CaptureError):
