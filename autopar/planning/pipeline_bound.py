@@ -88,7 +88,7 @@ class UncutStep:
         """Seconds that a step takes at least by a schedule; the most where all of its stages together take so long for a
         micro-batch, for its forward, and once."""
         bound = self._of_cuts(schedule, work, forward, once)
-        runs = min(MANY, math.ceil(bound.work / bound.once - ROUNDING)) if bound.once else MANY
+        runs = math.ceil(_repeats(bound) - ROUNDING)
         return self._least(schedule, bound, runs, self._least_price(runs, exact=True))
 
     def roughly(self, schedule: PipelineSchedule) -> Seconds:
@@ -101,7 +101,7 @@ class UncutStep:
         prices = [0.0, *map(self._price, numbers[1:])]
         work = (prices[2] - prices[1]) / (MANY - self.runs)
         bound = self._of_cuts(schedule, work, self._forward, max(prices[1] - self.runs * work, work / MANY))
-        runs = min(MANY, bound.work / bound.once) if bound.once else MANY
+        runs = _repeats(bound)
         return self._least(schedule, bound, runs, float(np.interp(runs, numbers, prices)))
 
     def _least(self, schedule: PipelineSchedule, bound: CutBound, runs: float, price: Seconds) -> Seconds:
@@ -134,6 +134,11 @@ class UncutStep:
     def _least_price(self, runs: int, *, exact: bool = False) -> Seconds:
         analysis = analysed(repeated(self.step, runs), self.mesh, self.options)
         return least_price(analysis, self.mesh, self.options, self.settings, exact=exact)
+
+
+def _repeats(bound: CutBound) -> float:
+    """How many seconds that are done once a second of a micro-batch counts for, or `MANY`."""
+    return min(MANY, bound.work / bound.once) if bound.work and bound.once else MANY
 
 
 def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
