@@ -94,7 +94,7 @@ def search_pipeline(
 
 class PipelineSearch(PipelineTrials):
     """Every number of ranks and of micro-batches and every schedule, the least bound first, until what is left is proven to be
-    no faster."""
+    no faster: all of it is left for `finish`."""
 
     def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
         super().__init__(program, options, settings)
@@ -130,8 +130,11 @@ class PipelineSearch(PipelineTrials):
 
 
 class _OpenSchedules:
-    """The schedules of so many micro-batches over an axis, none of which is planned, and a `bound` of all: at first that of the
-    products, then that of the whole step on ranks that are never idle, then the least of the `bounds` by schedules."""
+    """The schedules of so many micro-batches over an axis, none of which is planned, and a `bound` of all of them.
+
+    It is that of the products at first, then that of the whole step on ranks that are never idle, then the least of the
+    `bounds` by schedules.
+    """
 
     def __init__(self, search: PipelineTrials, over: PipelineAxis, runs: int, floor: Seconds) -> None:
         self.search, self.over, self.runs, self.bound = search, over, runs, floor
@@ -171,7 +174,7 @@ class _OpenSchedules:
         except ConstraintError as error:
             self.search.refused.append(error)
             return math.inf
-        return uncut.roughly(cut.schedule)
+        return max(self.bound, uncut.roughly(cut.schedule))
 
 
 __all__ = ["PipelineSearch", "make_pipeline_plan", "plan_on", "plan_pipeline", "search_pipeline"]
