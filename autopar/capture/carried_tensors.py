@@ -103,8 +103,11 @@ class CarriedTensors:
         elif _writes(function) or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             self._read |= named
 
-    def refuse(self) -> None:
-        """Raise CaptureError for a tensor that forward reads, and replaces by what the next call is to read."""
+    def made(self) -> Mapping[str, HeldTensor]:
+        """The tensors in places where there was none, when forward has ended.
+
+        Raises CaptureError for a tensor that it has read, and replaced by what the next call is to read.
+        """
         now = held_tensors(self.model)
         replaced = (name for name in sorted(self._read) if name in now and self._names.get(id(now[name].tensor)) != name)
         if name := next(replaced, ""):
@@ -112,10 +115,7 @@ class CarriedTensors:
                 f"forward reads {name} and sets it, which the graph would have as it was in the first step",
                 fix="register it as a buffer: register_buffer(name, tensor, persistent=False), of its shape from the beginning",
             )
-
-    def made(self) -> Mapping[str, HeldTensor]:
-        """The tensors in places where there was none."""
-        return {name: held for name, held in held_tensors(self.model).items() if name not in self._before}
+        return {name: held for name, held in now.items() if name not in self._before}
 
 
 def _writes(function: object) -> bool:

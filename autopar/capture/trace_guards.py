@@ -82,7 +82,6 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
         with Guards(generators, answers, known, carried) as guards:
             result = call(*args, **kwargs)
         guards.repairs.refuse()
-        carried.refuse()
         made.append(Traces(changes(module, before), carried.made(), known.decided))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result

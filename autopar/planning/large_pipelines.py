@@ -85,12 +85,18 @@ class LargePipelineSearch(PipelineTrials):
 
     def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
         def seconds(runs: int) -> Seconds:
-            return math.inf if self.below_floor(over, runs, products) else self.number(over, runs)
+            return math.inf if self._below_floor(over, runs, products) else self.number(over, runs)
 
         best, runs = self._climb(list(doubled(counts(self.program))), self._full * over.ranks, seconds)
         if best < math.inf:
             self._full = runs / over.ranks  # other numbers of ranks are fastest with about as many for each
         return best
+
+    def _below_floor(self, over: PipelineAxis, runs: int, products: Seconds) -> bool:
+        """Whether what is known is faster than a step of so many micro-batches can be, whose products take so long."""
+        below = self.seconds <= over.floor(products, runs)
+        self.fared["slower by their floor"] += below
+        return below
 
     def number(self, over: PipelineAxis, runs: int) -> Seconds:
         """What 1f1b takes if each stage holds one micro-batch at a time, as guessed by the first one; infinite if there is no

@@ -111,12 +111,6 @@ class PipelineTrials(ABC):
             self._products[mesh.size] = products_floor(self.program, mesh, self.options)
         return self.numbers(over, self._products[mesh.size])
 
-    def below_floor(self, over: PipelineAxis, runs: int, products: Seconds) -> bool:
-        """Whether what is known is faster than a step of so many micro-batches can be, whose products take so long."""
-        below = self.seconds <= over.floor(products, runs)
-        self.fared["slower by their floor"] += below
-        return below
-
     def whole(self, mesh: Mesh, runs: int | str) -> Seconds:
         """Plan without stages in so many micro-batches: seconds, or those that are known already where they are less; infinite
         if there is no plan."""

@@ -71,7 +71,7 @@ def test_no_cut_and_no_strategy_is_faster_than_the_bound_of_any_plan(
 
 
 def uncut(mesh: dict[str, int], found: Plan, given: dict[str, Any]) -> float:
-    """The bound by which the schedule of a plan would be passed over, before anything is planned of it."""
+    """The bound of the schedule of a plan before anything is planned of it; a search passes over by one without latencies."""
     assert found.pipeline is not None
     asked = Options(**{"pipeline": "pp", "microbatches": 4, "device": device(), **given})
     planner = PipelineAxis.of(connected_mesh(mesh, asked), "pp", asked, DEFAULTS).planner
