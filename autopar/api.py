@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autopar.codegen import ParallelModule
+from autopar.codegen.state_dict_hooks import warn_of_state_dict_hooks
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import ConstraintError, InputError, MeshError, PlanError
@@ -221,6 +222,7 @@ def parallelize(
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
+    warn_of_state_dict_hooks(model)
     if asked.pipeline is None and not (plan and plan.pipeline):
         if over is not None and not isinstance(over, ParallelModule):
             raise PlanError(f"over is a {type(over).__name__}", fix="what autopar.parallelize returned")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Captured
-from autopar.capture.meta_copy import attributes
+from autopar.capture.held_tensors import held_tensors
 from autopar.capture.python_state import Settings
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, Steps, emit
 from autopar.errors import ConstraintError, InputError, PlanError
@@ -317,4 +317,5 @@ def _read(program: Program | None) -> frozenset[int]:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under every name that it has."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return found | dict(model.named_buffers(remove_duplicate=False)) | dict(attributes(model))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    return found | {name: held.tensor for name, held in held_tensors(model).items()}

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from autopar.capture.assumptions import NOTHING, Assumptions
-from autopar.capture.carried_tensors import CarriedTensorError, HeldTensor
+from autopar.capture.carried_tensors import CarriedTensorError
 from autopar.capture.decided import Decided
+from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Changes, kept

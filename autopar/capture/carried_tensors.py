@@ -10,72 +10,19 @@ Buffers are none of these: a graph writes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.python_state import MOST_ELEMENTS, MOST_NESTED, OF_TORCH
+from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.errors import CaptureError
 
-Replace = Callable[[torch.Tensor], object]
 _COPYING = frozenset({
     torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half,
     torch.Tensor.bfloat16, torch.Tensor.type_as, torch.Tensor.contiguous, torch.Tensor.clone, torch.Tensor.detach,
 })  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTensor:
-    """A tensor that a module holds as plain Python value: in an attribute, or in a container or object there."""
-
-    tensor: torch.Tensor
-    put: Replace  # another one in its place
-
-
-def held_tensors(model: nn.Module) -> Mapping[str, HeldTensor]:
-    """The tensors that the modules of a model hold beside parameters and buffers, by dotted name."""
-    return {
-        name: HeldTensor(tensor=tensor, put=_putting(module, attribute, value, put))
-        for path, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if attribute not in OF_TORCH
-        for name, tensor, put in _tensors(value, f"{path}.{attribute}".strip("."))
-    }
-
-
-def _putting(module: nn.Module, attribute: str, value: object, put: Replace | None) -> Replace:
-    """Put a tensor into the attribute of a module, or into the value there, which torch.export may have replaced by a copy."""
-
-    def placed(tensor: torch.Tensor) -> None:
-        if put is not None:
-            put(tensor)
-        setattr(module, attribute, tensor if put is None else value)
-
-    return placed
-
-
-def _tensors(
-    value: object, name: str, put: Replace | None = None, depth: int = MOST_NESTED
-) -> Iterator[tuple[str, torch.Tensor, Replace | None]]:
-    """The tensors in a value, each with its name, and with what puts another one in its place in a container or an object."""
-    if isinstance(value, torch.Tensor):
-        yield name, value, put
-        return
-    parts: list[tuple[str, object, Replace]] = []
-    if isinstance(value, list):
-        parts = [(f"[{place}]", part, partial(value.__setitem__, place)) for place, part in enumerate(value)]
-    elif isinstance(value, dict):
-        parts = [(f"[{key!r}]", part, partial(value.__setitem__, key)) for key, part in value.items()]
-    elif not (isinstance(value, nn.Module | type) or callable(value)):
-        inside = getattr(value, "__dict__", {})
-        parts = [(f".{key}", part, partial(setattr, value, key)) for key, part in inside.items()]
-    if depth and len(parts) <= MOST_ELEMENTS:
-        for label, part, own in parts:
-            yield from _tensors(part, name + label, own, depth - 1)
 
 
 class CarriedTensors:

@@ -58,11 +58,15 @@ def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall, builder: Builder
             path, _ = next(leaves)
             yield Handle(ref=Ref(path), storage=Storage(f"the input {path}")) if path in inputs else None
             continue
-        name = skeleton.first.get(spec.target or "")
+        target = spec.target or ""
+        name = skeleton.first.get(target) or skeleton.names.get(id(traced.exported.constants.get(target)))
         if name is None:
             at = next((nodes.source(user) for user in place.users), "")
-            fix = "register it as a buffer of the module, so that it can be placed on the devices"
-            raise CaptureError("forward creates a tensor from numbers that the graph cannot contain", at=at, fix=fix)
+            raise CaptureError(
+                "forward uses a tensor that the graph cannot contain: one made of numbers there, or a parameter in a list",
+                at=at,
+                fix="register it as a buffer, so that it can be placed on the devices; use a parameter where it is registered",
+            )
         trained = spec.kind is InputKind.PARAMETER and builder.values[name].requires_grad
         owner = "the parameter " if trained else buffers.OWNER
         yield Handle(ref=Ref(name), storage=Storage(f"{owner}{name}"))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from autopar.capture.held_tensors import held_tensors
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
 
@@ -35,18 +35,25 @@ class MetaCopy:
     parameters: tuple[Parameter, ...]
     buffers: tuple[Parameter, ...]
     first: dict[str, str]
+    names: dict[int, str]  # by the id of what stands for it, the first name of a buffer
     values: dict[str, torch.Tensor]
 
 
 def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool = False) -> MetaCopy:
     """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
 
-    Tensors that are plain attributes count as buffers outside the state dict. What is floating is copied in `dtype`, if one is
-    given; with `frozen` nothing in it has a gradient. Raises CaptureError if the module cannot be copied, or has a parameter
-    that was made parallel before or has a hook.
+    Tensors in plain attributes, and in containers and objects there, count as buffers outside the state dict. What is floating
+    is copied in `dtype`, if one is given; with `frozen` nothing in it has a gradient. Raises CaptureError if the module cannot
+    be copied, has a parameter that was made parallel before or has a hook, or trains what is none of its parameters.
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
-    buffers = [*model.named_buffers(remove_duplicate=False), *attributes(model)]
+    held = [(name, one.tensor) for name, one in held_tensors(model).items()]
+    if unregistered := next((name for name, tensor in held if tensor.is_leaf and tensor.requires_grad), ""):
+        raise CaptureError(
+            f"{unregistered} requires a gradient, but is none of the model's parameters",
+            fix="register it: an nn.Parameter as an attribute of a module, or in an nn.ParameterList or nn.ParameterDict",
+        )
+    buffers = [*model.named_buffers(remove_duplicate=False), *held]
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
@@ -79,7 +86,8 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
     values = {name: tensor.detach() for name, tensor in buffers if _readable(tensor)}
-    return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, values=values)
+    names = {id(memo[id(tensor)]): first[name] for name, tensor in buffers}
+    return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, names=names, values=values)
 
 
 def refuse_made(name: str, held: object) -> None:
@@ -121,14 +129,6 @@ def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None, *, trained: bool) -
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=trained)
     return empty.requires_grad_(trained)
-
-
-def attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a module holds as plain attributes, by dotted name."""
-    for prefix, module in model.named_modules():
-        for name, held in vars(module).items():
-            if isinstance(held, torch.Tensor):
-                yield f"{prefix}.{name}" if prefix else name, held
 
 
 def _grouped(

@@ -18,7 +18,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.capture import source_location
 from autopar.capture.assumptions import NOTHING, Answers, Assumptions
-from autopar.capture.carried_tensors import HeldTensor
+from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.python_state import Changes
 from autopar.capture.returned import ReturnSpec, read_result
 from autopar.capture.signature import ModelCall
@@ -51,6 +51,10 @@ _SAID = {  # what torch says: what it means, and the way out
     "fake tensor in the exported program constant's list": (
         "forward uses a tensor that it neither is given nor makes, but has kept from elsewhere",
         "register it as a buffer",
+    ),
+    "at least two devices, meta and cpu": (
+        "forward uses a tensor of the CPU that it makes there, or has from elsewhere than its arguments and modules",
+        _DEVICE,
     ),
     "Cannot cast tensor(": (
         "forward asks a tensor that it holds for its value, of which a graph has none",

@@ -40,11 +40,11 @@ from autopar.capture import (
     traced_losses,
 )
 from autopar.capture.assumptions import Answers
-from autopar.capture.carried_tensors import CarriedTensors, HeldTensor
+from autopar.capture.carried_tensors import CarriedTensors
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
+from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import ASKING, KnownValues
-from autopar.capture.meta_copy import attributes as tensors
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
@@ -77,7 +77,8 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
         before = attributes(module)
-        known = KnownValues(dict(module.named_buffers()) | dict(tensors(module)), values)
+        held = {name: one.tensor for name, one in held_tensors(module).items()}
+        known = KnownValues(dict(module.named_buffers()) | held, values)
         carried = CarriedTensors(module)
         with Guards(generators, answers, known, carried) as guards:
             result = call(*args, **kwargs)

@@ -6,6 +6,7 @@ fx's own takes over only what its graph refers to, calls the emitted code as its
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -65,6 +66,15 @@ class GraphModule(fx.GraphModule):
         """What `to`, `half`, `cuda` and the like do to every tensor, unless it is a cast."""
         _refuse_cast(self, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call a function on every submodule and on this one, with a warning: `fn` is not told their classes."""
+        warnings.warn(
+            "submodules of a parallel model have no classes of their own: a function that asks for them, isinstance(module, "
+            "nn.Linear), does nothing; apply it to the model before parallelize",
+            stacklevel=2,
+        )
+        return super().apply(fn)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""

@@ -188,7 +188,7 @@ class CallAgreement:
     def _digests(self, sampled: Mapping[str, torch.Tensor]) -> list[Aspect]:
         found = []
         for path, tensor in sampled.items():
-            raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            raw = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
             kind = PART if path in self.owners else VALUES
             found.append(Aspect(kind=kind, name=path, text=hashlib.sha256(raw.data).hexdigest()))
         return found

@@ -206,6 +206,32 @@ def test_every_rank_hears_of_an_assumption_that_does_not_hold(pool: WorkerPool, 
         assert all("is assumed to be False in every call, and is True in this one" in text for text in found)
 
 
+class Spectrum(nn.Module):
+    """A loss of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return (z * self.scale).imag.relu().sum()
+
+
+def views_of_complex(_: None) -> None:
+    """Inputs whose values are those of their memory but for a sign."""
+    z = torch.randn(12, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    model = Spectrum()
+    parallel = autopar.parallelize(model, z, (2,), device="h100", strategy="ddp")
+    for given in (z, z.conj(), torch.complex(z.real, z.conj().imag)):
+        torch.testing.assert_close(parallel(given), model(given))
+    with pytest.raises(InputError, match="different values for z"):
+        parallel(z.conj() if dist.get_rank() else z)
+
+
+def test_conjugates_are_compared_by_their_values(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:views_of_complex", ranks=2)
+
+
 class Wide(nn.Module):
     """A product of a larger batch."""
 

@@ -27,6 +27,7 @@ from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 
 STEPS, PARTS = 4, 2
+X = torch.ones(8, 8)
 
 
 class Net(nn.Module):
@@ -257,3 +258,31 @@ def backwards_that_raise(strategy: str) -> None:
 
 def test_a_backward_that_raises_leaves_nothing_in_flight_after_the_next(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:backwards_that_raise", "zero1", ranks=2, keep=True)
+
+
+class Halving(nn.Module):
+    """Scales what a checkpoint has, as a model does that reads files of its older versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: None)
+
+    def get_extra_state(self) -> int:
+        return 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_what_a_model_does_to_state_dicts_is_not_lost_without_a_word() -> None:
+    said = "do not call what the model does there: get_extra_state of Halving, load_state_dict_pre_hooks of net; load a"
+    with pytest.warns(UserWarning, match=said):
+        autopar.parallelize(Halving(), torch.randn(8, 8), mesh=1)
+    autopar.parallelize(nn.Sequential(nn.BatchNorm1d(8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), X, mesh=1)
+
+
+def test_a_function_that_asks_for_classes_of_submodules_is_warned_of() -> None:
+    parallel = autopar.parallelize(Net(), X, mesh=1)
+    with pytest.warns(UserWarning, match="have no classes of their own"):
+        assert parallel.apply(lambda module: None) is parallel

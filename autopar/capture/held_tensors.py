@@ -1,0 +1,79 @@
+"""Tensors that modules hold beside parameters and buffers: in attributes, and in the containers and objects there.
+
+self.mean = torch.zeros(16)                      mean
+self.scales = [torch.ones(16), torch.ones(8)]    scales[0], scales[1]
+self.anchors = {"small": torch.ones(4)}          anchors['small']
+self.grid = Grid(x=torch.arange(4.0))            grid.x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from autopar.capture.python_state import MOST_ELEMENTS, MOST_NESTED, OF_TORCH
+
+Replace = Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor that a module holds as plain Python value: in an attribute, or in a container or object there."""
+
+    tensor: torch.Tensor
+    put: Replace  # another one in its place
+
+
+def held_tensors(model: nn.Module) -> Mapping[str, HeldTensor]:
+    """The tensors that the modules of a model hold beside parameters and buffers, by dotted name."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {
+        name: HeldTensor(tensor=tensor, put=_putting(module, attribute, value, put))
+        for path, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in OF_TORCH
+        for name, tensor, put in _tensors(value, f"{path}.{attribute}".strip("."), partial(setattr, module, attribute))
+        if tensor is value or id(tensor) not in registered
+    }
+
+
+def _putting(module: nn.Module, attribute: str, value: object, put: Replace) -> Replace:
+    """Put a tensor into the attribute of a module, or into the value there, which torch.export may have replaced by a copy."""
+
+    def placed(tensor: torch.Tensor) -> None:
+        setattr(module, attribute, value)
+        put(tensor)
+
+    return placed
+
+
+def _tensors(
+    value: object, name: str, put: Callable[[object], object], depth: int = MOST_NESTED
+) -> Iterator[tuple[str, torch.Tensor, Replace]]:
+    """The tensors in a value, each with its name, and with what puts another one in its place; `put` does so for the value."""
+    if isinstance(value, torch.Tensor):
+        yield name, value, put
+        return
+    parts: list[tuple[str, object, Callable[[object], object]]] = []
+    if isinstance(value, list):
+        parts = [(f"[{place}]", part, partial(value.__setitem__, place)) for place, part in enumerate(value)]
+    elif isinstance(value, tuple):
+        parts = [(f"[{place}]", part, partial(_in_tuple, value, place, put)) for place, part in enumerate(value)]
+    elif isinstance(value, dict):
+        parts = [(f"[{key!r}]", part, partial(value.__setitem__, key)) for key, part in value.items()]
+    elif not (isinstance(value, nn.Module | type) or callable(value)):
+        inside = getattr(value, "__dict__", {})
+        parts = [(f".{key}", part, partial(setattr, value, key)) for key, part in inside.items()]
+    if depth and len(parts) <= MOST_ELEMENTS:
+        for label, part, own in parts:
+            yield from _tensors(part, name + label, own, depth - 1)
+
+
+def _in_tuple(value: tuple[object, ...], place: int, put: Callable[[object], object], part: object) -> None:
+    """Put a tuple with another part in the place of this one."""
+    kind, parts = type(value), [*value[:place], part, *value[place + 1 :]]
+    put(getattr(kind, "_make", kind)(parts))
