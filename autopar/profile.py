@@ -66,6 +66,9 @@ from autopar.search_space.candidates import distributed, parts_of
 BYTES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 GPU_BYTES = tuple(1 << power for power in range(14, 31, 2))  # 16 KiB to 1 GiB
 OPTIMIZERS = ("adamw", "sgd")
+UPDATED = tuple(1 << power for power in (6, 12, 16, 20, 23, 26))  # bytes of parameters that are stepped: 64 to 64 MiB,
+BEYOND = 1 << 24  # in sets of so many bytes or more, which caches lack with gradients and state,
+MANY = 256  # but of no more parameters
 CALLS = 2  # launches at the device's peaks, up to which an operator's time is that of the call
 NOISY = 0.2  # where a quarter of the measurements differ by more from round to round, plans are of no use
 
@@ -148,11 +151,10 @@ def profile(programs: Sequence[Program], processes: int, disk: DiskTimes | None 
     Its disk is the one that was measured.
     """
     timed = list(dict.fromkeys(found for program in programs for found in _operators(program, processes)))
-    shapes = [p.value.shape for p in programs[0].parameters]
     groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
     job = Job(
         operators=Operators.of(one.call.target for one in timed), calls=tuple(one.call for one in timed), groups=groups,
-        bytes=BYTES, optimizers=OPTIMIZERS, parameters=tuple(shapes),
+        bytes=BYTES, optimizers=OPTIMIZERS, parameters=tuple(map(_alike, UPDATED)),
     )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
         found = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
@@ -175,7 +177,7 @@ def gpu_profile(programs: Sequence[Program], processes: int, disk: DiskTimes | N
     job = Job(
         operators=Operators.of(kernel.op.target for kernel in found), calls=tuple(map(timed_call, found)),
         groups=tuple(size for size in range(2, processes + 1) if processes % size == 0), bytes=GPU_BYTES,
-        optimizers=OPTIMIZERS, parameters=tuple(p.value.shape for p in programs[0].parameters), accelerator=True,
+        optimizers=OPTIMIZERS, parameters=(tuple(p.value.shape for p in programs[0].parameters),), accelerator=True,
     )  # fmt: skip
     with WorkerPool(processes, preload=["autopar.runtime.benchmark"]) as pool:
         times = [one for one in pool.run("autopar.runtime.benchmark:times", job, timeout=1800) if isinstance(one, Times)]
@@ -277,7 +279,6 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times], disk: Disk
         for slot, value in enumerate((*one.work, *seconds)):
             work[one.call.target][slot] += value
     rates = {target: (_rate(w[0], w[2]), _rate(w[1], w[3])) for target, w in sorted(work.items()) if w[0] and w[2]}
-    rates |= _optimizer_rates(job, found)
     source = (
         f"measured {date.today()} on {platform.machine()}, {base.source}; torch {torch.__version__}, gloo, "
         f"{len(found)} processes at the same time; {Noise.of(found)}"
@@ -286,17 +287,34 @@ def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times], disk: Disk
     return Device(
         name=f"cpu, {len(found)} processes measured", flops=base.flops, memory=base.memory, bandwidth=base.bandwidth,
         launch=statistics.median(launches or [base.launch]), inner="gloo", outer="gloo", per_node=len(found), source=source,
-        rates=rates, links=links, disk=_disk(disk, source),
+        rates=rates, updates=_updates(job, found), links=links, disk=_disk(disk, source),
     )  # fmt: skip
 
 
 def _optimizer_rates(job: Job, found: Sequence[Times]) -> dict[str, tuple[float, float]]:
-    """Bytes per second that a step of each optimizer moves."""
-    total, rates = sum(4 * torch.Size(shape).numel() for shape in job.parameters), dict[str, tuple[float, float]]()
+    """Bytes per second that a step of each optimizer moves, over all parameters at once."""
+    (shapes,), rates = job.parameters, dict[str, tuple[float, float]]()
+    total = sum(4 * torch.Size(shape).numel() for shape in shapes)
     for name in job.optimizers:
-        seconds = statistics.fmean(times.optimizers[name] for times in found)
+        seconds = statistics.fmean(times.optimizers[name][0] for times in found)
         rates[f"optimizer.{name}"] = total * optimizer(name).moved / seconds, 0.0
     return rates
+
+
+def _updates(job: Job, found: Sequence[Times]) -> dict[str, dict[Bytes, Seconds]]:
+    """Seconds of a step of each optimizer over one parameter, by its bytes: on a CPU it goes over one after the other."""
+    return {
+        name: {
+            4 * torch.Size(shapes[0]).numel(): statistics.fmean(times.optimizers[name][place] for times in found) / len(shapes)
+            for place, shapes in enumerate(job.parameters)
+        }
+        for name in job.optimizers
+    }
+
+
+def _alike(size: Bytes) -> tuple[tuple[int, ...], ...]:
+    """The shapes of as many parameters of so many bytes as caches lack, if they are not too many."""
+    return ((size // 4,),) * max(1, min(MANY, BEYOND // size))
 
 
 def _host(found: Sequence[Times], device: Device) -> dict[str, Any]:

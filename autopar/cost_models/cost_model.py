@@ -74,7 +74,7 @@ class CostModel(Protocol):
         ...
 
     def optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
-        """One optimizer step over the parameters that one device stores, of so many bytes."""
+        """One optimizer step over a parameter, of which one device stores so many bytes."""
         ...
 
     def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
@@ -108,7 +108,7 @@ class CatalogCostModel:
         return links.host_seconds(size, device)
 
     def optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
-        """Memory traffic of the optimizer (`optimizers.step_seconds`), or its measured rate."""
+        """Memory traffic of the optimizer (`optimizers.step_seconds`), or what was measured."""
         return optimizers.step_seconds(stored, optimizer, device)
 
     def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:

@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.errors import InputError
 from autopar.ir.device import Bytes, Device, Seconds
 
@@ -100,7 +102,15 @@ def optimizer(name: object) -> Optimizer:
 
 
 def step_seconds(bytes_of_parameter: float, optimizer: Optimizer, device: Device) -> Seconds:
-    """Seconds of one step over the parameters that one device stores, which take `bytes_of_parameter` bytes."""
+    """Seconds of one step over a parameter of which one device stores `bytes_of_parameter` bytes.
+
+    Where they are measured by size, a line between two sizes, from 0 to the least, and on through the largest.
+    """
+    if known := device.updates.get(optimizer.name):
+        sizes = sorted(known)
+        if bytes_of_parameter > sizes[-1]:
+            return known[sizes[-1]] * bytes_of_parameter / sizes[-1]
+        return float(np.interp(bytes_of_parameter, [0, *sizes], [0.0, *map(known.__getitem__, sizes)]))
     rate, _ = device.rates.get(f"optimizer.{optimizer.name}", (device.streaming, 0.0))
     return bytes_of_parameter * optimizer.moved / rate
 

@@ -3,6 +3,7 @@
 {"name": "cpu, 4 processes", "source": "...",
  "device": {"flops": {"float32": 5.1e10}, "memory": 6e9, "bandwidth": 8e9, "launch": 2e-6},
  "rates": {"aten.linear.default": [4.8e10, 4.1e10], ...},                    operations or bytes per second: forward, backward
+ "updates": {"adamw": {"65536": 1.8e-4, ...}},                               seconds of a step over a parameter of so many bytes
  "links": {"2": {"all_reduce": [0.0003, 1.2e-9], ...}, ...}}       by the size of a group: seconds if empty, and per byte
 
 Of a GPU there are also coefficients of kernels' laws (`kernels`), in the place of rates:
@@ -107,6 +108,7 @@ class _Profile:
     device: _Peaks
     rates: Mapping[str, tuple[float, float]]
     links: Mapping[int, Mapping[str, tuple[float, float]]]
+    updates: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     interference: float = 1.0
     achieved: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     addresses: float = math.inf
@@ -131,7 +133,7 @@ def load(path: str | Path) -> Device:
     return Device(
         name=found.name, flops=peaks.flops, memory=int(peaks.memory), bandwidth=peaks.bandwidth, launch=peaks.launch,
         inner="gloo", outer="gloo", per_node=max([1, *links]), source=source, links=links, rates=found.rates,
-        interference=found.interference, achieved=found.achieved, addresses=found.addresses,
+        updates=found.updates,        interference=found.interference, achieved=found.achieved, addresses=found.addresses,
         product=ProductRate(**asdict(product), source=source) if product else None,
         attention=AttentionRate(**asdict(attention), source=source) if attention else None,
         **_memories(found),
@@ -158,6 +160,8 @@ def _memories(found: _Profile) -> dict[str, Any]:
 def _measured(device: Device) -> dict[str, object]:
     """What kernels reach, and the memories behind the device's own, as far as they are known."""
     found: dict[str, object] = {}
+    if device.updates:
+        found["updates"] = {name: {str(size): took for size, took in known.items()} for name, known in device.updates.items()}
     if product := device.product:
         found["product"] = {name: number for name, number in asdict(product).items() if name != "source"}
     if attention := device.attention:

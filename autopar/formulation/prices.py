@@ -111,7 +111,7 @@ class Prices:
         return self.offload(size) / 2
 
     def optimizer_step(self, stored: float, there: State = I) -> Seconds:
-        """Seconds of one optimizer step over bytes of parameters that one device stores, or the host (H) or disk (D) for it.
+        """Seconds of one optimizer step over so many bytes of a parameter that one device stores, or the host (H) or disk (D).
 
         On the disk gradient, parameter and state are read, and all but the gradient written.
         """

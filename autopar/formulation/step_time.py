@@ -272,9 +272,9 @@ def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Itera
     trained = [p.value.name for p in program.parameters if p.value.requires_grad]
     for there in (I, *AWAY):
         here = [name for name in trained if place(chosen.given[name]) == there]
-        stored = sum(prices.bytes_of(name, chosen.given[name]) for name in here)
         if here or there == I:
-            seconds = prices.prices.optimizer_step(float(stored), there)
+            stored = (float(prices.bytes_of(name, chosen.given[name])) for name in here)
+            seconds = sum(prices.prices.optimizer_step(size, there) for size in stored)
             yield StepEvent(time=end, kind="optimizer", of=prices.prices.optimizer.name, phase="backward", seconds=seconds)
 
 

@@ -114,8 +114,10 @@ class Device:
     addresses: float = math.inf
     power: float = 1.0  # share of the products' rate that is left under a power limit below the board's own
     # Where it was measured: operator -> what its forward and its backward do in a second, operations of matrix products and
-    # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step; and links by the size of a group.
+    # attention, bytes of others; "optimizer.NAME" -> bytes moved per second by its step, or in `updates` NAME -> seconds of its
+    # step over one parameter of so many bytes, where a step goes over one after the other; and links by the size of a group.
     rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    updates: Mapping[str, Mapping[Bytes, Seconds]] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,6 +134,9 @@ class Device:
         for name, (there, back) in self.rates.items():
             positive(whose, {f"rate of {name}": there})
             positive(whose, {f"backward rate of {name}": back}, zero=True)
+        for name, known in self.updates.items():
+            positive(whose, {f"bytes of a parameter that {name} steps": size for size in known})
+            positive(whose, {f"time of {name} for {size} bytes": seconds for size, seconds in known.items()})
 
     def share(self, kind: str) -> tuple[float, float]:
         """The shares of the memory bandwidth that operators of a kind reach, forward and backward."""

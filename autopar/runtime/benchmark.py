@@ -56,7 +56,7 @@ class Job:
     groups: tuple[int, ...]
     bytes: tuple[Bytes, ...]
     optimizers: tuple[str, ...]
-    parameters: tuple[tuple[int, ...], ...]
+    parameters: tuple[tuple[tuple[int, ...], ...], ...]  # sets of shapes, of each of which a step is timed
     accelerator: bool = False  # CUDA devices, one for each process
 
     @property
@@ -67,7 +67,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer.
+    """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer over
+    each set of parameters.
 
     `beside` is of accelerators only: a product, an all-gather among all, and the two side by side; so is `host`. `noise` has
     for every measurement by how much its rounds differ: the distance of their quartiles over their median.
@@ -75,7 +76,7 @@ class Times:
 
     calls: tuple[tuple[Seconds, Seconds], ...]
     collectives: dict[tuple[int, str, Bytes], Seconds]
-    optimizers: dict[str, Seconds]
+    optimizers: dict[str, tuple[Seconds, ...]]
     beside: tuple[Seconds, Seconds, Seconds] | None = None
     host: HostTimes | None = None
     noise: tuple[float, ...] = ()
@@ -91,7 +92,9 @@ def times(job: Job) -> Times:
     return Times(
         calls=tuple(_call(call, job.device, timer, noise) for call in job.calls),
         collectives=dict(_collectives(job, noise)),
-        optimizers={name: _optimizer(name, job.parameters, job.device, noise) for name in job.optimizers},
+        optimizers={
+            name: tuple(_optimizer(name, shapes, job.device, noise) for shapes in job.parameters) for name in job.optimizers
+        },
         beside=_beside(job) if job.accelerator and job.groups else None,
         host=host_times(job.device, noise, repeated) if job.accelerator else None,
         noise=tuple(noise),

@@ -31,7 +31,9 @@ BASE = DEVICES["h100"].at_peak()
 TRUE = reached(BASE)
 BYTES = (1 << 16, 1 << 20, 1 << 26)
 WIRE = Link(name="wire", latency=2e-6, bandwidth=3e11, source="made up")
-JOB = Job(operators=Operators.of([]), calls=(), groups=(2, 4), bytes=BYTES, optimizers=("adamw",), parameters=((1000, 1000),))
+JOB = Job(
+    operators=Operators.of([]), calls=(), groups=(2, 4), bytes=BYTES, optimizers=("adamw",), parameters=(((1000, 1000),),)
+)
 
 HOST = HostTimes(copies={size: 1e-5 + size / 2e10 for size in COPIED}, stepped=1e9)
 DISK = DiskTimes(read=7e9, write=5e9, latency=4e-5)
@@ -50,7 +52,7 @@ def times(kernels: Sequence[Kernel], device: Device) -> Times:
         shapes = kernel.operands, kernel.results
         calls.append((price.forward_seconds(*shapes), price.backward_seconds(*shapes)))
     sent = {(n, kind, size): seconds(kind, float(size), n, WIRE) for n in JOB.groups for kind in KINDS for size in BYTES}
-    return Times(calls=tuple(calls), collectives=sent, optimizers={"adamw": 1e-4}, beside=(10e-3, 4e-3, 11.8e-3), host=HOST)
+    return Times(calls=tuple(calls), collectives=sent, optimizers={"adamw": (1e-4,)}, beside=(10e-3, 4e-3, 11.8e-3), host=HOST)
 
 
 def test_the_kernels_are_the_program_s_at_the_shapes_of_data_parallelism_and_probes() -> None:
@@ -114,6 +116,7 @@ CHANGES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "attention": (("attention", "backward", "64"), "attention's rate at head dim 64 is"),
     "share": (("achieved", "norm"), "share of bandwidth of norm is"),
     "rate": (("rates", "optimizer.adamw"), "rate of optimizer.adamw is"),
+    "update": (("updates", "adamw", "4096"), "time of adamw for 4096 bytes is"),
     "line": (("links", "2", "all_gather"), "a measured all_gather's time of no bytes is"),
 }
 
@@ -123,7 +126,10 @@ CHANGES: Mapping[str, tuple[tuple[str, ...], str]] = {
 def test_numbers_that_no_machine_has_are_refused(path: tuple[str, ...], message: str, bad: float, tmp_path: Path) -> None:
     wire = dataclasses.replace(WIRE, lines=dict.fromkeys(KINDS, (1e-5, 1e-10)))
     file = tmp_path / "machine.json"
-    save(dataclasses.replace(TRUE, rates={"optimizer.adamw": (1e12, 0.0)}, links={2: wire}), file)
+    save(
+        dataclasses.replace(TRUE, rates={"optimizer.adamw": (1e12, 0.0)}, updates={"adamw": {4096: 1e-5}}, links={2: wire}),
+        file,
+    )
     data = json.loads(file.read_text())
     *folders, name = path
     held = data

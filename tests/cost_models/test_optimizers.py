@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,6 +71,28 @@ def test_half_the_parameters_take_half_the_time() -> None:
     whole, half = (step_seconds(size, OPTIMIZERS["adamw"], h100) for size in (2e9, 1e9))
     assert whole == pytest.approx(2 * half)
     assert whole == pytest.approx(7 * 2e9 / h100.streaming)
+
+
+def test_a_step_over_one_parameter_after_the_other_is_on_the_lines_that_were_measured() -> None:
+    """Enumerated: below the least size, at the sizes, between them and beyond."""
+    cpu = replace(DEVICES["h100"], updates={"adamw": {1000: 5e-5, 5000: 7e-5, 10_000: 9e-4}})
+    expected = {0: 0.0, 500: 2.5e-5, 1000: 5e-5, 2000: 5.5e-5, 5000: 7e-5, 10_000: 9e-4, 40_000: 3.6e-3}
+    assert {size: step_seconds(size, OPTIMIZERS["adamw"], cpu) for size in expected} == pytest.approx(expected)
+    sgd = OPTIMIZERS["sgd"]
+    assert step_seconds(2000, sgd, cpu) == step_seconds(2000, sgd, DEVICES["h100"]), "no size of it was measured"
+
+
+def test_the_optimizers_time_of_a_plan_is_the_sum_over_what_a_device_stores() -> None:
+    """Two large weights and two small biases, whole and halved by ZeRO-1; a device steps each by itself."""
+    known = {64: 2e-5, 1 << 12: 4e-5, 1 << 20: 9e-4}
+    device = replace(DEVICES["h100"], updates={"adamw": known})
+    model, x = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)), torch.zeros(64, 256)
+    for strategy, parts in (("ddp", 1), ("zero1", 2)):
+        plan = autopar.plan(model, x, 2, device=device, strategy=strategy)
+        expected = sum(
+            step_seconds(4 * p.numel() / parts, OPTIMIZERS["adamw"], device) for p in model.parameters()
+        )  # what the test above checks
+        assert plan.breakdown.optimizer == pytest.approx(expected)
 
 
 def test_an_unknown_optimizer_is_refused_with_the_nearest_name_and_all_names() -> None:

@@ -50,7 +50,8 @@ DEVICE = Device(
     outer="gloo",
     per_node=2,
     source="made up",
-    rates={"aten.linear.default": (2e9, 1e9), "optimizer.adamw": (1e9, 0.0)},
+    rates={"aten.linear.default": (2e9, 1e9), "optimizer.sgd": (1e9, 0.0)},
+    updates={"adamw": {64: 2e-5, 65536: 1e-4}},
     links={2: LINK},
 )
 
@@ -131,6 +132,7 @@ def test_a_machine_is_measured_and_planned_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "BYTES", (1 << 10, 1 << 14, 1 << 18))
+    monkeypatch.setattr(profile, "UPDATED", (1 << 8, 1 << 16))
     (tmp_path / "small.py").write_text(MODEL)
     file = tmp_path / "machine.json"
     assert main([f"{tmp_path}/small.py:build", "--processes", "2", "--save", str(file)]) == 0
@@ -141,8 +143,10 @@ def test_a_machine_is_measured_and_planned_for(
     assert said[0] in printed.out
     assert int(said[1]) <= int(said[2])
     assert ("measure again" in printed.err) == (int(said[2]) > 20) or int(said[2]) == 20, printed.err
-    assert {"aten.linear.default", "aten.gelu.default", "optimizer.adamw"} <= data["rates"].keys()
-    assert all(rate > 0 for name, rates in data["rates"].items() for rate in rates if not name.startswith("optimizer."))
+    assert {"aten.linear.default", "aten.gelu.default"} <= data["rates"].keys()
+    assert all(rate > 0 for rates in data["rates"].values() for rate in rates)
+    assert data["updates"].keys() == set(profile.OPTIMIZERS)
+    assert {int(size) for size in data["updates"]["adamw"]} == set(profile.UPDATED)
     assert "aten.div.Tensor" not in data["rates"], "a call on a scalar says nothing of larger ones"
     assert 1e-7 < data["device"]["launch"] < 1e-3
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
