@@ -60,7 +60,9 @@ class _Owners:
             read = source in self.readers or source in self.ends or self.begun[source] > 1
             there = forward != ALL_REDUCE or (step.source in new and not read)
             back = backward != ALL_REDUCE or self._has_new_gradient(target)
-            if there and back and ALL_REDUCE in step.primitives and (name, step) not in self.chosen.recompute.steps:
+            if (name, step) in self.chosen.recompute.steps:
+                continue
+            if there and back and ALL_REDUCE in step.primitives:
                 yield step
             if forward == ALL_REDUCE:
                 new.add(step.target)

@@ -21,6 +21,7 @@ from autopar.planning.planner import connected_mesh, read_program
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from autopar.search_space.assignment import RecomputeChoice
+from autopar.verify.testing import random_plan
 
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -93,6 +94,39 @@ def test_what_runs_again_or_lies_on_the_host_is_not_reduced_in_place() -> None:
     for recompute in (*choices, RecomputeChoice(offload=frozenset([(name, layout)]))):
         chosen = replace(resolved.assignment, recompute=recompute)
         assert not reduced_in_place(resolved.program, chosen, resolved.analysis.fits)
+
+
+def test_the_sum_over_one_axis_that_runs_again_is_not_written_to_by_the_sum_over_another() -> None:
+    """The backward would make the first sum again, in the place of both."""
+    model, x = Layers(lambda m, x: m.first(x).relu()), torch.randn(4, 8)
+    constraints = {"first.weight": "S(1), S(1)", "first:linear#0": "P, P"}
+    plan = autopar.plan(model, (x,), (2, 2), device="h100", constraints=constraints, recompute="none")
+    resolved = read_plan(plan, read_program(model, (x,)).program, connected_mesh(plan.mesh, Options(device="h100")))
+    name, route = "first:linear#0", resolved.assignment.routes["first:linear#0"]
+    first, second = (step for step in route if step.primitives[0] == "all_reduce")
+    for again, expected in ((), {(name, first), (name, second)}), ((first,), set()), ((second,), {(name, first)}):
+        recompute = RecomputeChoice(steps=frozenset((name, step) for step in again))
+        chosen = replace(resolved.assignment, recompute=recompute)
+        assert reduced_in_place(resolved.program, chosen, resolved.analysis.fits) == expected
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(self.first(x), dim=1).sum()
+
+
+def test_numbers_are_those_of_the_plain_module_where_one_of_two_sums_runs_again() -> None:
+    model, x = Norms(), torch.randn(4, 8)
+    plan = random_plan(model, (x,), (2, 2), 195)
+    resolved = read_plan(plan, read_program(model, (x,)).program, connected_mesh(plan.mesh, Options(device="h100")))
+    route = resolved.assignment.routes["first:linear#0"]
+    again = [("first:linear#0", step) in resolved.assignment.recompute.steps for step in route]
+    assert ([step.primitives[0] for step in route], again) == (["all_reduce", "all_reduce"], [True, False])
+    assert autopar.verify(model, (x,), (2, 2), plan=plan).ok
 
 
 def trained(case: str) -> Counter[str]:
