@@ -48,6 +48,14 @@ class KnownValues:
         self._sources_of(tensor, frame)()
         return _untraced(lambda: func(known))  # type: ignore[return-value]
 
+    def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
+        """How many values of a traced mask are true, if they are known."""
+        known = self._value(mask)
+        if known is None:
+            return None
+        self._sources_of(mask, frame)()
+        return _untraced(lambda: int(known.sum()))
+
     def reading(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
     ) -> object:

@@ -34,8 +34,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import (
     assertions,
+    covariance,
     custom_functions,
     embedding_bag,
+    known_masks,
     source_location,
     traced_losses,
 )
@@ -158,6 +160,10 @@ class Guards(TorchFunctionMode):
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
+        count = functools.partial(self.known.true_values, frame=asker)
+        args = known_masks.located(func, args, count)
+        if (chosen := known_masks.selected(func, args, given, count)) is not None:
+            return chosen
         if func in _STAND_INS:
             return self.known.reading(_STAND_INS[func](func), args, given, asker)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
@@ -342,6 +348,8 @@ _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] 
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,
     torch.ctc_loss: traced_losses.of_lengths(_literal(torch.tensor)),
+    **dict.fromkeys((torch.cov, torch.Tensor.cov), covariance.covariance),
+    **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), covariance.correlation),
     torch.tensor: _literal,
     torch.as_tensor: _as_literal,
     torch.asarray: _as_literal,

@@ -1,0 +1,42 @@
+"""`torch.cov` and `torch.corrcoef` by operators: torch's own ask a tensor for the number of observations, which is a size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def covariance(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that takes the place of `torch.cov` (aten/src/ATen/native/Correlation.cpp)."""
+    return _covariance
+
+
+def correlation(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that takes the place of `torch.corrcoef`."""
+    return _correlation
+
+
+def _covariance(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [one for one in (fweights, aweights) if one is not None]
+    if not given:
+        around = rows - rows.sum(1, keepdim=True) / rows.shape[1]
+        return torch.true_divide(around @ around.t().conj(), max(rows.shape[1] - correction, 0)).squeeze()
+    weights = given[0] if len(given) == 1 else given[0] * given[1]
+    total = weights.sum()
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    around = rows - (rows * weights).sum(1, keepdim=True) / total
+    return torch.true_divide(around @ (around * weights).t().conj(), (total - lost).clamp(min=0)).squeeze()
+
+
+def _correlation(input: Tensor) -> Tensor:
+    found = _covariance(input)
+    if not found.dim():
+        return found / found
+    deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
+    found = found / deviation.unsqueeze(1) / deviation
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1)) if found.is_complex() else found.clip(-1, 1)
