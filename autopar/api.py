@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autopar.codegen import ParallelModule
+from autopar.codegen.shared_parameters import remember, warn_of_shared_parameters
 from autopar.codegen.state_dict_hooks import warn_of_state_dict_hooks
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
@@ -223,13 +224,19 @@ def parallelize(
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
     warn_of_state_dict_hooks(model)
-    if asked.pipeline is None and not (plan and plan.pipeline):
-        if over is not None and not isinstance(over, ParallelModule):
+    if asked.pipeline is not None or (plan and plan.pipeline):
+        if over is not None:
+            raise ConstraintError("a pipeline has no second program", fix="leave over= out, or pipeline=")
+        warn_of_shared_parameters(model)
+        parallel: fx.GraphModule = build_pipeline(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded")
+    else:
+        if over is None:
+            warn_of_shared_parameters(model)
+        elif not isinstance(over, ParallelModule):
             raise PlanError(f"over is a {type(over).__name__}", fix="what autopar.parallelize returned")
-        return build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
-    if over is not None:
-        raise ConstraintError("a pipeline has no second program", fix="leave over= out, or pipeline=")
-    return build_pipeline(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded")
+        parallel = build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
+    remember(model, parallel)
+    return parallel
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule) -> torch.optim.Optimizer:

@@ -26,7 +26,8 @@ _OURS = tuple(
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
-def _foreign(file: str) -> bool:
+def foreign(file: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
     return not file.startswith((*_OURS, "<"))
 
 
@@ -34,7 +35,7 @@ def _foreign(file: str) -> bool:
 def from_text(stack: str) -> str:
     """The innermost user frame of a printed stack trace, as `file.py:12 in forward`; empty if there is none."""
     frames = [match.groups() for match in _FRAME.finditer(stack)]
-    places = [f"{file}:{line} in {name}" for file, line, name in frames if _foreign(file)]
+    places = [f"{file}:{line} in {name}" for file, line, name in frames if foreign(file)]
     return places[-1] if places else ""
 
 
@@ -42,14 +43,14 @@ def from_error(error: BaseException) -> str:
     """The innermost user frame of an exception or of the exceptions that caused it."""
     for link in reversed(list(chain(error))):
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
-            if _foreign(frame.filename):
+            if foreign(frame.filename):
                 return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
 
 
 def of_frame(frame: FrameType) -> str:
     """The innermost user frame of the calls that lead to a frame."""
-    while frame.f_back is not None and not _foreign(frame.f_code.co_filename):
+    while frame.f_back is not None and not foreign(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
@@ -75,7 +76,7 @@ class Forwards:
         if threading.get_ident() != self._tracing:
             return self._original.extract(**asked)  # type: ignore[attr-defined, no-any-return]
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not (frame.f_code.co_name == "forward" and _foreign(frame.f_code.co_filename)):
+        while frame is not None and not (frame.f_code.co_name == "forward" and foreign(frame.f_code.co_filename)):
             frame = frame.f_back
         return _Innermost(frame and traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, "forward", line=""))
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
@@ -98,6 +99,7 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
         *Transforms().replaced(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
+        (torch, "is_grad_enabled", _asking(torch.is_grad_enabled)),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in unseen]
     for owner, name, function in unseen:
@@ -248,6 +250,20 @@ def _of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
         return original(*given, **{name: "cpu" if device == "meta" else device for name, device in named.items()})
 
     return asked
+
+
+def _asking(original: Callable[[], bool]) -> Callable[[], bool]:
+    """`torch.is_grad_enabled`, with a warning where forward asks; torch's own modules choose between equal ways by it."""
+    tracing = threading.get_ident()
+
+    def is_grad_enabled() -> bool:
+        frame = sys._getframe(1)
+        if threading.get_ident() == tracing and source_location.foreign(frame.f_code.co_filename):
+            what = "forward asks torch.is_grad_enabled(), to which the graph has the answer of training, also under no_grad"
+            warnings.warn(f"{what}, at {source_location.of_frame(frame)}", stacklevel=2)
+        return original()
+
+    return is_grad_enabled
 
 
 def _as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -290,7 +290,8 @@ class _Convert(torch.autograd.Function):
         ctx: _Context, x: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str, in_place: bool
     ) -> torch.Tensor:
         ctx.axis, ctx.position, ctx.primitives, ctx.in_place = axis, position, (forward, backward), in_place
-        return _primitive(forward, in_place)(x, axis, position)
+        found = _primitive(forward, in_place)(x, axis, position)
+        return found if found is x else found.detach()  # no view: what is returned to the user may be written to
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:

@@ -208,6 +208,16 @@ def test_an_attribute_that_is_computed_once_is_no_harm(
     assert capture(Does(body), X).kept == names
 
 
+def asking(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.is_grad_enabled() else x
+
+
+def test_a_forward_that_asks_whether_gradients_are_computed_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"also under no_grad, at .*test_python_state\.py:\d+ in asking"):
+        capture(Does(asking), X)
+    capture(nn.MultiheadAttention(6, 2), (X, X, X))
+
+
 class Warm(nn.Module):
     """A layer whose result depends on an attribute, and that remembers the longest batch."""
 

@@ -260,6 +260,24 @@ def test_a_backward_that_raises_leaves_nothing_in_flight_after_the_next(pool: Wo
     pool.run(f"{__name__}:backwards_that_raise", "zero1", ranks=2, keep=True)
 
 
+def written(strategy: str) -> None:
+    """Write into what a module returned, as into a plain one's result."""
+    model = Net().body
+    parallel = autopar.parallelize(model, X, (2,), strategy=strategy, device="h100", outputs="whole")
+    for module in (model, parallel):
+        result = module(X)
+        result.mul_(2)
+        result[:, 0] = 0.0
+        result.square().sum().backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(full_tensor(parallel.get_parameter(name).grad), weight.grad)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "megatron"])
+def test_results_may_be_written_to(pool: WorkerPool, strategy: str) -> None:
+    pool.run(f"{__name__}:written", strategy, ranks=2, keep=True)
+
+
 class Halving(nn.Module):
     """Scales what a checkpoint has, as a model does that reads files of its older versions."""
 
@@ -280,6 +298,22 @@ def test_what_a_model_does_to_state_dicts_is_not_lost_without_a_word() -> None:
     with pytest.warns(UserWarning, match=said):
         autopar.parallelize(Halving(), torch.randn(8, 8), mesh=1)
     autopar.parallelize(nn.Sequential(nn.BatchNorm1d(8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), X, mesh=1)
+
+
+def test_models_that_share_a_part_are_warned_of_while_both_are_there() -> None:
+    trunk = nn.Linear(8, 8)
+    actor, critic = nn.Sequential(trunk, nn.Linear(8, 2)), nn.Sequential(trunk, nn.Linear(8, 1))
+    first = autopar.parallelize(actor, X, mesh=1)
+    assert autopar.parallelize(actor, X, mesh=1) is not first, "the same model again"
+    said = "0.weight, 0.bias are parameters of another model too, which was made parallel"
+    with pytest.warns(UserWarning, match=said):
+        autopar.parallelize(critic, X, mesh=1)
+    trunk.requires_grad_(False)
+    autopar.parallelize(nn.Sequential(trunk, nn.Linear(8, 3)), X, mesh=1)
+    trunk.requires_grad_()
+    del first
+    gc.collect()
+    autopar.parallelize(critic, X, mesh=1)
 
 
 def test_a_function_that_asks_for_classes_of_submodules_is_warned_of() -> None:
