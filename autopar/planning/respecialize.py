@@ -59,7 +59,8 @@ class Respecializer:
         same_structure(self.step, new, called)
         analysis = analyse(new, self.mesh)
         for op in new.program.ops:
-            if _shape_of(self.fits[op.name]) != _shape_of(analysis.fits[op.name]):
+            before, now = self.fits[op.name], analysis.fits[op.name]
+            if _shape_of(before) != _shape_of(now) and not _splits_alike(self.assignment.ops[op.name].forms, before, now):
                 raise _other(op, called, f"{op.target} may be split in other ways")
         return analysis
 
@@ -239,6 +240,22 @@ def _shape_of(fitted: OpSharding | None) -> object:
     names = [(factor.name, factor.whole) for factor in fitted.factors]
     forms = [form.name for form in fitted.distributed]
     return names, fitted.operands, fitted.results, fitted.added, fitted.linear, forms, fitted.own
+
+
+def _splits_alike(forms: Sequence[Form], before: OpSharding | None, now: OpSharding | None) -> bool:
+    """Whether these forms of an op split, and add up, the same dims by two rules, whatever else may be split by one of them."""
+    rest = [(kind, which) for kind, which, _ in forms if kind not in ("I", "R")]
+    if before is None or now is None:
+        return not rest
+    return all(kind == "S" and _cuts(which, before) == _cuts(which, now) for kind, which in rest)
+
+
+def _cuts(factor: int, fitted: OpSharding) -> object:
+    """Where a factor stands in a rule: all dims that have it, with the factors beside it, and what is added up over it."""
+    if factor >= len(fitted.factors):
+        return None
+    dims = [[dim if factor in dim else () for dim in dims] for dims in (*fitted.operands, *fitted.results)]
+    return fitted.factors[factor].name, fitted.factors[factor].whole, dims, factor in fitted.summed, fitted.added
 
 
 def _other(op: Op, called: str, what: str = "") -> CaptureError:

@@ -126,7 +126,7 @@ class StrideInference:
         """The split of this dim in other dims, by the rules of ops that touch the value: its stride is a multiple of theirs."""
         for op in self.touching.get(digit.name, ()):
             before, now = self.fits[op.name], self.new.fits[op.name]
-            if before is None or now is None:
+            if before is None or now is None or (before.operands, before.results) != (now.operands, now.results):
                 continue
             spots = [*_spots(op, before)]
             for parts in (parts for name, dim, parts in spots if (name, dim) == (digit.name, digit.place)):

@@ -325,6 +325,57 @@ class Branching(nn.Module):
         return (found.relu() if len(x) < 20 else found.tanh()).sum()
 
 
+class Uneven(nn.Module):
+    """A layer, and parts of the sequence that are equally long in the sample, and not in an odd one."""
+
+    def __init__(self, body: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.layer(x)).square().mean()
+
+
+def halves(y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([y[:, : y.shape[1] // 2].sin(), y[:, y.shape[1] // 2 :].cos()], 1)
+
+
+def chunks(y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part * (number + 1) for number, part in enumerate(y.chunk(2, 1))], 1)
+
+
+def padded(y: torch.Tensor) -> torch.Tensor:
+    return F.pad(y, (0, 0, 0, -y.shape[1] % 4)).unflatten(1, (-1, 4)).mean(2)
+
+
+def some(y: torch.Tensor) -> torch.Tensor:
+    return y.topk(max(1, y.shape[1] // 3), 1).values + y[:, : int(y.shape[1] * 0.75)].mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("body", [halves, chunks, padded, some])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_plan_that_splits_the_batch_runs_at_lengths_that_other_operators_split_otherwise(
+    threads: Threads, body: Callable[[torch.Tensor], torch.Tensor], strategy: str
+) -> None:
+    torch.manual_seed(0)
+    model, on, dynamic = Uneven(body), table.mesh((2,)), {"batch": 0, "length": 1}
+    plan = autopar.plan(model, torch.randn(8, 6, 4), on, strategy=strategy, dynamic=dynamic)
+    for sizes in ((4, 7), (6, 12), (10, 3)):
+        found = verify(model, torch.randn(*sizes, 4), on, plan, Options(), threads)
+        assert found.ok, str(found)
+
+
+def test_a_plan_that_splits_what_is_split_otherwise_at_another_size_is_refused() -> None:
+    """Two equal halves may be split alike, those of nine places not."""
+    model, on = Uneven(halves), table.mesh((2,))
+    plan = autopar.plan(model, torch.randn(2, 8, 4), on, constraints={":cat#0": "S(1/2)"}, dynamic={"length": 1})
+    here = read_program(model, torch.randn(2, 8, 4)).program
+    carry = Respecializer(read_plan(plan, here, plan.mesh))
+    assert carry.plan_for(read_program(model, torch.randn(2, 16, 4)).program, "length=16")
+    with pytest.raises(CaptureError, match=r"(?s)at length=9 than at.*aten.cat.default may be split in other ways"):
+        carry.plan_for(read_program(model, torch.randn(2, 9, 4)).program, "length=9")
+
+
 def test_a_model_that_branches_on_its_size_is_refused_with_the_line() -> None:
     with pytest.raises(CaptureError, match="the model computes something else at batch=32 than at the sample's") as refusal:
         autopar.plan(Branching(), torch.randn(16, 8), (4,), device="h100", dynamic={"batch": 0})
