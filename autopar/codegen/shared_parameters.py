@@ -17,13 +17,17 @@ def remember(model: nn.Module, parallel: nn.Module) -> None:
 
 
 def warn_of_shared_parameters(model: nn.Module) -> None:
-    """Warn of trained parameters of a model that are also another one's, of which there is a parallel module."""
-    others = [held for source, held in _made.values() if source() is not model]
-    known = {id(parameter) for held in others for ref in held if (parameter := ref()) is not None}
-    if shared := [name for name, parameter in model.named_parameters() if id(parameter) in known and parameter.requires_grad]:
-        more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
-        warnings.warn(
-            f"{', '.join(shared[:3])}{more} are parameters of another model too, which was made parallel: each parallel module "
-            "has and trains a copy of its own; make one model of both, with an argument that says which to run, and over=",
-            stacklevel=3,
-        )
+    """Warn of trained parameters that a model shares with one of which there is a parallel module, where both have others too:
+    one that contains the other may be compared with it."""
+    own = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for source, references in _made.values():
+        known = {id(parameter) for reference in references if (parameter := reference()) is not None}
+        shared = [name for key, name in own.items() if key in known]
+        if source() is not model and shared and known - own.keys() and own.keys() - known:
+            more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+            warnings.warn(
+                f"{', '.join(shared[:3])}{more} are parameters of another model too, which was made parallel: each parallel "
+                "module trains a copy of its own; make one model of both, with an argument that says which to run, and over=",
+                stacklevel=3,
+            )
+            return

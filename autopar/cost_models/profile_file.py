@@ -133,7 +133,7 @@ def load(path: str | Path) -> Device:
     return Device(
         name=found.name, flops=peaks.flops, memory=int(peaks.memory), bandwidth=peaks.bandwidth, launch=peaks.launch,
         inner="gloo", outer="gloo", per_node=max([1, *links]), source=source, links=links, rates=found.rates,
-        updates=found.updates,        interference=found.interference, achieved=found.achieved, addresses=found.addresses,
+        updates=found.updates, interference=found.interference, achieved=found.achieved, addresses=found.addresses,
         product=ProductRate(**asdict(product), source=source) if product else None,
         attention=AttentionRate(**asdict(attention), source=source) if attention else None,
         **_memories(found),

@@ -305,6 +305,7 @@ def test_models_that_share_a_part_are_warned_of_while_both_are_there() -> None:
     actor, critic = nn.Sequential(trunk, nn.Linear(8, 2)), nn.Sequential(trunk, nn.Linear(8, 1))
     first = autopar.parallelize(actor, X, mesh=1)
     assert autopar.parallelize(actor, X, mesh=1) is not first, "the same model again"
+    autopar.parallelize(nn.Sequential(actor, nn.Tanh()), X, mesh=1)  # and one that contains it
     said = "0.weight, 0.bias are parameters of another model too, which was made parallel"
     with pytest.warns(UserWarning, match=said):
         autopar.parallelize(critic, X, mesh=1)
