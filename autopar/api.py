@@ -224,15 +224,14 @@ def parallelize(
     if inputs not in ("whole", "sharded"):
         raise ConstraintError(f"inputs={inputs!r} is not known", fix='"whole" or "sharded"')
     warn_of_state_dict_hooks(model)
+    if over is None:
+        warn_of_shared_parameters(model)
     if asked.pipeline is not None or (plan and plan.pipeline):
         if over is not None:
             raise ConstraintError("a pipeline has no second program", fix="leave over= out, or pipeline=")
-        warn_of_shared_parameters(model)
         parallel: fx.GraphModule = build_pipeline(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded")
     else:
-        if over is None:
-            warn_of_shared_parameters(model)
-        elif not isinstance(over, ParallelModule):
+        if over is not None and not isinstance(over, ParallelModule):
             raise PlanError(f"over is a {type(over).__name__}", fix="what autopar.parallelize returned")
         parallel = build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
     remember(model, parallel)

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 
-def covariance(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that takes the place of `torch.cov` (aten/src/ATen/native/Correlation.cpp)."""
-    return _covariance
-
-
-def correlation(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that takes the place of `torch.corrcoef`."""
-    return _correlation
-
-
-def _covariance(
-    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
-) -> Tensor:
+def covariance(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """`torch.cov` (aten/src/ATen/native/Correlation.cpp)."""
     rows = input.reshape(1, -1) if input.dim() < 2 else input
     given = [one for one in (fweights, aweights) if one is not None]
     if not given:
@@ -33,8 +20,9 @@ def _covariance(
     return torch.true_divide(around @ (around * weights).t().conj(), (total - lost).clamp(min=0)).squeeze()
 
 
-def _correlation(input: Tensor) -> Tensor:
-    found = _covariance(input)
+def correlation(input: Tensor) -> Tensor:
+    """`torch.corrcoef`."""
+    found = covariance(input)
     if not found.dim():
         return found / found
     deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()

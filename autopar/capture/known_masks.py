@@ -32,15 +32,16 @@ def located(func: object, args: tuple[object, ...], count: Count) -> tuple[objec
 
 def selected(func: object, args: tuple[object, ...], kwargs: dict[str, object], count: Count) -> object:
     """What a function in `SELECTING` or `LOCATING` returns for a mask that is known; None for others."""
-    if func not in SELECTING and func not in LOCATING:
+    if (func not in SELECTING and func not in LOCATING) or (func is torch.where and len(args) + len(kwargs) > 1):
         return None
     named = dict(zip(("input", "mask"), args, strict=False)) | kwargs
-    x, mask = named.get("input", named.get("condition")), named.get("mask")
-    if not isinstance(x, torch.Tensor) or (func is torch.where and len(named) > 1):
+    x = named.get("input", named.get("condition"))
+    mask = named.get("mask") if func in SELECTING else x
+    if not isinstance(x, torch.Tensor) or not isinstance(mask, torch.Tensor) or count(mask) is None:
         return None
     if func in SELECTING:
-        shape = torch.broadcast_shapes(x.shape, mask.shape) if isinstance(mask, torch.Tensor) else x.shape  # type: ignore[no-untyped-call]
-        places = _places(mask.expand(shape), count) if isinstance(mask, torch.Tensor) else None
+        shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+        places = _places(mask.expand(shape), count)
         return None if places is None else x.expand(shape)[places]
     places = _places(x if x.dtype is torch.bool else x != 0, count)
     if places is None or func is torch.where or named.get("as_tuple"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -13,20 +11,9 @@ from autopar.capture import capture
 from autopar.errors import CaptureError, InputError
 from autopar.verify.testing import random_plan
 from tests.capture import interpreter
+from tests.capture.test_known_values import Body, Does
 
 X = torch.linspace(-1, 1, 48).reshape(8, 6).sin()
-Body = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Does(nn.Module):
-    """A linear layer, and then what a test says."""
-
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.layer, self.body = nn.Linear(6, 6), body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(self.layer(x))
 
 
 def even(y: torch.Tensor) -> torch.Tensor:

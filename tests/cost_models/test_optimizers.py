@@ -89,9 +89,7 @@ def test_the_optimizers_time_of_a_plan_is_the_sum_over_what_a_device_stores() ->
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)), torch.zeros(64, 256)
     for strategy, parts in (("ddp", 1), ("zero1", 2)):
         plan = autopar.plan(model, x, 2, device=device, strategy=strategy)
-        expected = sum(
-            step_seconds(4 * p.numel() / parts, OPTIMIZERS["adamw"], device) for p in model.parameters()
-        )  # what the test above checks
+        expected = sum(step_seconds(4 * p.numel() / parts, OPTIMIZERS["adamw"], device) for p in model.parameters())
         assert plan.breakdown.optimizer == pytest.approx(expected)
 
 
