@@ -49,12 +49,12 @@ class KnownValues:
         return _untraced(lambda: func(known))  # type: ignore[return-value]
 
     def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
-        """How many values of a traced mask are true, if they are known."""
+        """How many values of a traced mask are true, or not zero, if they are known."""
         known = self._value(mask)
         if known is None:
             return None
         self._sources_of(mask, frame)()
-        return _untraced(lambda: int(known.sum()))
+        return _untraced(lambda: int(known.count_nonzero()))
 
     def reading(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
