@@ -22,7 +22,7 @@ from autopar.codegen.program_module import ProgramModule
 from autopar.codegen.variants import combinations
 from autopar.errors import InputError
 from autopar.ir.program import Program
-from autopar.runtime.collectives import wait_for_abandoned
+from autopar.runtime.async_collectives import wait_for_abandoned
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype, with_own_storage

@@ -25,17 +25,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from autopar.ir.conversion import COPIES
-from autopar.runtime.collectives import (
-    PRIMITIVES,
-    SplitPosition,
-    all_gather_start,
-    all_reduce_start,
-    concat_blocks,
-    convert_back,
-    reduce_scatter_start,
-    unflatten,
-    wait,
-)
+from autopar.runtime.async_collectives import all_gather_start, all_reduce_start, reduce_scatter_start, wait
+from autopar.runtime.collectives import PRIMITIVES, SplitPosition, concat_blocks, convert_back, unflatten
 from autopar.runtime.disk import File, file_of, write
 from autopar.runtime.host_memory import start_copies, start_stow, wait_copies, wait_stow
 from autopar.runtime.rematerialize.manager import Rematerializer

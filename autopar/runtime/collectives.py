@@ -8,7 +8,7 @@ A function is named after what happens to the value and then to its gradient:
 `axis` is a `runtime.world.Axis`; `dim` and `blocks` say how the tensor is split: the local dim consists of `blocks` equal
 blocks, each cut or concatenated alike (`Conversion.place`). Conversions that do not move a split take neither; the all-to-all
 takes two of each. An axis of one device communicates nothing. All-reduces are `in_place` where nothing else knows what they
-reduce (`autopar.memory.in_place_reductions`). These functions block; `*_start` and `wait` do not.
+reduce (`autopar.memory.in_place_reductions`). These functions block; those of `async_collectives` do not.
 
 The backward of a conversion is itself one of the thirteen, of which the forward is the backward: from X to Y on the way there,
 from the dual of Y to the dual of X on the way back, where the dual of R is P, and I and S are their own. So they may be
@@ -17,19 +17,23 @@ differentiated any number of times.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed  # registers the operators of `_c10d_functional`
 
 from autopar.errors import LayoutError
 from autopar.ir.conversion import CONVERSIONS, Conversion
 from autopar.ir.layout import take
-from autopar.runtime.first_message import before_message
-from autopar.runtime.lost_ranks import lost
-from autopar.runtime.profiler_ranges import named_range, profiling
+from autopar.runtime.async_collectives import (
+    all_gather_start,
+    all_reduce_start,
+    from_sendable,
+    issue,
+    reduce_scatter_start,
+    to_sendable,
+    wait,
+)
 from autopar.runtime.world import Axis
 
 
@@ -46,15 +50,12 @@ class SplitPosition(NamedTuple):
         return SplitPosition(self.to_dim, self.to_blocks, self.dim, self.blocks)
 
 
-# By process group and place in it, the buffers to which collectives write until somebody waits for them, by their storage.
-_in_flight: dict[tuple[str, int], dict[int, torch.Tensor]] = defaultdict(dict)
-
 # --- primitives that communicate ---------------------------------------------------------------------------------------------
 
 
 def _all_reduce(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
-    sent = issue("all_reduce", axis, torch.ops._c10d_functional.all_reduce, _to_sendable(x.contiguous()), "sum")
-    return _from_sendable(wait(sent, "all_reduce", axis), x.dtype)
+    sent = issue("all_reduce", axis, torch.ops._c10d_functional.all_reduce, to_sendable(x.contiguous()), "sum")
+    return from_sendable(wait(sent, "all_reduce", axis), x.dtype)
 
 
 def all_reduce_in_place(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
@@ -75,10 +76,10 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, position: SplitPosition) -> tor
 
 def _all_to_all(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
     dim, blocks, to_dim, to_blocks = _without_other_split(position, axis.size)
-    sent = _to_sendable(_chunks(x, to_dim, to_blocks, axis.size))
+    sent = to_sendable(_chunks(x, to_dim, to_blocks, axis.size))
     ones = [1] * axis.size
     issued = issue("all_to_all", axis, torch.ops._c10d_functional.all_to_all_single, sent, ones, ones)
-    return concat_blocks(_from_sendable(wait(issued, "all_to_all", axis), x.dtype), dim, blocks)
+    return concat_blocks(from_sendable(wait(issued, "all_to_all", axis), x.dtype), dim, blocks)
 
 
 def all_reduce_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -105,96 +106,6 @@ def ring_step(pair: tuple[torch.Tensor, torch.Tensor], axis: Axis) -> tuple[torc
     received = wait(issue("ring_step", axis, exchange, flat, output_splits, input_splits), "ring_step", axis)
     first, second = torch.split(received, [x.numel() for x in pair])
     return first.view(pair[0].shape), second.view(pair[1].shape)
-
-
-def all_reduce_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Issue an all-reduce in place; returns `x`, which holds the sum over all ranks after `wait`.
-
-    Compiled, it gets a buffer of its own, which Inductor may reuse: torch.compile takes no collective that returns its operand.
-    """
-    functional = torch.ops._c10d_functional
-    reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
-    return _started(_from_sendable(issue("all_reduce", axis, reduce, _to_sendable(x), "sum"), x.dtype), axis)
-
-
-def all_gather_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Issue an all-gather; returns a buffer `(size, *x.shape)`, which holds the tensors of all ranks after `wait`."""
-    sent = _to_sendable(x.contiguous().reshape(1, *x.shape))
-    gather = torch.ops._c10d_functional.all_gather_into_tensor
-    return _started(_from_sendable(issue("all_gather", axis, gather, sent, axis.size), x.dtype), axis)
-
-
-def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Issue a reduce-scatter of contiguous `rows`, one per rank; returns this rank's sum, valid after `wait`."""
-    scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-    buffer = issue("reduce_scatter", axis, scatter, _to_sendable(rows), "sum", axis.size)[0]
-    return _started(_from_sendable(buffer, rows.dtype), axis)
-
-
-def issue(collective: str, axis: Axis, operator: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-    """What an operator of `_c10d_functional` returns, called on an axis; under a profiler in a range that names both."""
-    before_message()
-    if not profiling():
-        return operator(*arguments, axis.group)
-    with named_range(f"{collective} over {axis.name}"):
-        return operator(*arguments, axis.group)
-
-
-def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
-    """Wait for the collective on an axis that writes to a tensor; returns the tensor or a view of it.
-
-    Raises RankError, which says which rank died, if the collective fails.
-    """
-    if not torch.compiler.is_compiling():
-        _in_flight[_place(axis)].pop(_storage(issued), None)
-    try:
-        if not profiling():
-            return _wait_tensor(issued)
-        with named_range(f"wait for {collective} over {axis.name}"):
-            return _wait_tensor(issued)
-    except RuntimeError as error:
-        raise lost(error, f"{collective} over axis {axis.name}") from error
-
-
-def wait_for_abandoned(axes: Iterable[Axis]) -> None:
-    """Wait for what `*_start` functions issued over some axes and nobody waited for: an exception ended that pass.
-
-    Functional collectives keep their buffers until somebody waits for them.
-    """
-    for axis in axes:
-        for buffer in [*_in_flight[_place(axis)].values()]:
-            wait(buffer, "a message of a pass that an exception ended", axis)
-
-
-def _started(buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        _in_flight[_place(axis)][_storage(buffer)] = buffer
-    return buffer
-
-
-def _place(axis: Axis) -> tuple[str, int]:
-    return axis.group, axis.index
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _wait_tensor(issued: torch.Tensor) -> torch.Tensor:
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issued)
-    return waited
-
-
-def _to_sendable(x: torch.Tensor) -> torch.Tensor:
-    """A view of booleans as bytes and of complex numbers as pairs: not every backend supports these dtypes."""
-    if x.is_complex():
-        return torch.view_as_real(x.resolve_conj())
-    return x.view(torch.uint8) if x.dtype is torch.bool else x
-
-
-def _from_sendable(received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `_to_sendable`: a view of received data in the original dtype."""
-    return torch.view_as_complex(received) if dtype.is_complex else received.view(dtype)
 
 
 def _chunks(x: torch.Tensor, dim: int, blocks: int, parts: int) -> torch.Tensor:
