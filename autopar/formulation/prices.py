@@ -253,7 +253,7 @@ def local_shapes(
 def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]) -> float:
     """What the busiest rank computes under a candidate, in ops of the local shapes."""
     own = distributed(fitted, candidate)
-    return own[1].work(sizes[own[0]]) if own else 1.0
+    return own[1].work(fitted, sizes[own[0]]) if fitted and own else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

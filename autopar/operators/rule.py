@@ -57,7 +57,7 @@ def always(call: Call) -> bool:
     return True
 
 
-def evenly(ranks: int) -> float:
+def evenly(fitted: OpSharding, ranks: int) -> float:
     """A rank computes its part, as the local shapes have it."""
     return 1.0
 
@@ -75,7 +75,7 @@ class ParallelForm:
     operands: str = "R"  # the state of operands without the factors: I if their gradient comes out complete
     results: str = "P"  # the state of results without them: I if they come out complete
     able: Callable[[Call], bool] = always  # whether the form serves this use
-    work: Callable[[int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
+    work: Callable[[OpSharding, int], float] = evenly  # what the busiest of so many ranks computes, in ops of the local shapes
     in_place: bool = False  # whether its backward makes gradients without the workspace of the op's own
     forward: tuple[InternalCollective, ...] = ()
     backward: tuple[InternalCollective, ...] = ()
@@ -110,6 +110,10 @@ class OpSharding:
     distributed: tuple[ParallelForm, ...] = ()
     own: OwnRows | None = None  # where it is known from the program that it may run on own rows
     text: str = field(default="", compare=False, repr=False)  # the pattern that was laid over the shapes
+
+    def factor(self, name: str) -> Factor:
+        """The factor of a name."""
+        return next(factor for factor in self.factors if factor.name == name)
 
     def factors_of(self, form: ParallelForm) -> tuple[int, ...]:
         """The indices of the factors that a distributed form splits, outer to inner."""

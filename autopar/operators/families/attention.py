@@ -52,7 +52,7 @@ def others(call: Call, local: Local, ranks: int) -> int:
 
 # More ranks than heads of keys and values: each takes a part of the queries that read one of them.
 GROUPED = ParallelForm(name="grouped_query_attention", factors=("h", "g"), nested=True)
-QUERIES = ParallelForm(name="query_parallel_attention", factors=("q",), able=looking_back, work=lambda ranks: 2 - 1 / ranks)
+QUERIES = ParallelForm(name="query_parallel_attention", factors=("q",), able=looking_back, work=lambda _, ranks: 2 - 1 / ranks)
 RINGS = [  # the last rank sees all chunks, its own by half
     ParallelForm(
         name="ring_attention", factors=("q", "k"), able=able, work=work,
@@ -62,7 +62,7 @@ RINGS = [  # the last rank sees all chunks, its own by half
             InternalCollective("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # their gradients come home
         ),
     )
-    for able, work in ((looking_back, lambda ranks: 2 * ranks - 1), (looking_around, lambda ranks: ranks))
+    for able, work in ((looking_back, lambda _, ranks: 2 * ranks - 1), (looking_around, lambda _, ranks: ranks))
 ]  # fmt: skip
 
 
