@@ -269,7 +269,8 @@ def _emitted(
         OutputLayout(shape=step.batch_shape(o.value), layout=assignment.outputs[o.path], split=split(o))
         for o in program.outputs
     ]
-    steps = steps_of(step.loop, assignment.given, context) if step.loop else None
+    plain = all_plain(stored.values())
+    steps = steps_of(step.loop, assignment.given, context, unsharded=plain) if step.loop else None
     given = [value.name for value in program.inputs if value not in step.hoisted]
     paths = dict(zip((planned.path for planned in captured.signature.tensors), given, strict=True))
     inputs = InputParts(
@@ -280,7 +281,6 @@ def _emitted(
     )
     fits = dict(resolved.analysis.fits)
     own = {name: assignment.given[name] for name in given} if sharded_inputs else {}
-    plain = all_plain(stored.values())
     graph = emit(step, assignment, fits, context, training=captured.training, unsharded=plain, given=own)
     state = ModuleState(
         plan=plan, signature=captured.signature, context=context, seed=seed, outputs=outputs, steps=steps, inputs=inputs
@@ -289,10 +289,15 @@ def _emitted(
 
 
 def steps_of(
-    loop: MicrobatchLoop, given: Mapping[str, Layout], context: Context, *, gathers: MicrobatchLoop | None = None
+    loop: MicrobatchLoop,
+    given: Mapping[str, Layout],
+    context: Context,
+    *,
+    unsharded: bool,
+    gathers: MicrobatchLoop | None = None,
 ) -> Steps:
     """A loop with the graph of what it computes once per step: every rank does so for the whole batch, with the inputs whole
-    that a loop of all ranks `gathers`, by default this one."""
+    that a loop of all ranks `gathers`, by default this one. `unsharded` says whether the module stores plain tensors."""
     hoisted, size, gathered = loop.hoisted, len(context.mesh.sizes), _read((gathers or loop).hoisted)
     if hoisted is None:
         return Steps(loop=loop, hoisted=None, gathered=gathered)
@@ -303,7 +308,8 @@ def steps_of(
         routes={},
     )
     fits = dict.fromkeys((op.name for op in hoisted.ops), None)
-    return Steps(loop=loop, hoisted=emit(TrainingStep(program=hoisted), whole, fits, context), gathered=gathered)
+    graph = emit(TrainingStep(program=hoisted), whole, fits, context, unsharded=unsharded)
+    return Steps(loop=loop, hoisted=graph, gathered=gathered)
 
 
 def _read(program: Program | None) -> frozenset[int]:

@@ -232,7 +232,7 @@ class _Builder:
         stages = {number: self._stage(number, stored, unsharded, seed) for number in self.mine}
         read = {value.name for stage in stages.values() for value in stage.program.inputs}
         loop = hoisting(step, read)
-        steps = steps_of(loop, {}, self.stage_context, gathers=step.loop) if loop else None
+        steps = steps_of(loop, {}, self.stage_context, unsharded=unsharded, gathers=step.loop) if loop else None
         state = ModuleState(
             plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps,
             inputs=self.inputs,

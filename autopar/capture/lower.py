@@ -268,13 +268,16 @@ class Lowering:
         if place.storage.owner and not buffer:
             fix = "compute a new tensor instead of writing in place; or freeze the parameter, if no optimizer trains it"
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
-        old = self.builder.values[functionalize.read(place).name]
+        before = functionalize.read(place)
+        old = self.builder.values[before.name]
         self.refuse_unseen(node, place, region)
 
         def emit(target: str, arguments: tuple[Argument, ...]) -> Ref:
             return self.emission.emit(node, target, arguments, (), region)[0][0]
 
         new = self.result_in_place(node, now, keywords, region, old)
+        if old.requires_grad and not region.grad:
+            new = self.straight_through(node, new, before)
         if buffer and self.builder.values[new.name].requires_grad:
             fix = "write it under torch.no_grad(), or what was detached"
             raise CaptureError(
@@ -288,14 +291,27 @@ class Lowering:
         return place
 
     def refuse_unseen(self, node: fx.Node, place: Handle, region: Region) -> None:
-        """Raise CaptureError for a write into a tensor with a gradient of which autograd does not hear."""
+        """Raise CaptureError for a write into a part of a tensor with a gradient of which autograd does not hear.
+
+        A write into the whole of one, under no_grad, leaves it the gradient of what was there.
+        """
         written = list(functionalize.upwards(place))
-        if region.grad and self.builder.values[place.ref.name].requires_grad:
+        if self.builder.values[place.ref.name].requires_grad and (region.grad or place.view is None):
             return
         if any(self.builder.values[handle.ref.name].requires_grad for handle in written):
             how = "through detach() or .data" if region.grad else "under no_grad"
-            fix = "write it outside of no_grad and not through detach(), or into a copy: clone()"
+            fix = "write it outside of no_grad and not through detach(), or build it with torch.where, cat or stack"
             raise CaptureError(f"{node.target} writes {how} into a tensor with a gradient", at=nodes.source(node), fix=fix)
+
+    def straight_through(self, node: fx.Node, new: Ref, old: Ref) -> Ref:
+        """The values of one tensor with the gradient of another: what autograd has after a write that it does not hear of."""
+
+        def emit(target: str, *arguments: Argument) -> Ref:
+            return self.emission.emit(node, target, arguments, (), Region())[0][0]
+
+        detached = emit("aten.detach.default", old)
+        nothing = emit("aten.sub.Tensor", old, detached)  # zeros, but for infinities, which have no gradient of use
+        return emit("aten.add.Tensor", new, emit("aten.nan_to_num.default", nothing))
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
         """The value of a tensor after an in-place write, in its shape and dtype."""

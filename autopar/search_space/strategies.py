@@ -278,7 +278,7 @@ def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: It
             if len(met) > 1 or fitted.factors[factor].whole:
                 found.update(names)
         for result, dims in zip(op.results, fitted.results, strict=True):
-            if samples := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors[:1])]:
+            if samples := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors)]:
                 along[result.name] = samples[0]
     return found
 

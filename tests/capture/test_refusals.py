@@ -111,7 +111,7 @@ def strided(self: Does, x: torch.Tensor) -> torch.Tensor:
 def under_no_grad(self: Does, x: torch.Tensor) -> torch.Tensor:
     y = self.lin(x)
     with torch.no_grad():
-        y.clamp_(0)
+        y[0].clamp_(0)
     return y
 
 

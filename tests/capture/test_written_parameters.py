@@ -105,6 +105,26 @@ def other_data(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def negative_log_likelihood(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """It clamps a copy of the variance under no_grad."""
+    return nn.functional.gaussian_nll_loss(y, torch.zeros_like(y), y.square(), eps=0.05)
+
+
+def limited(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """What was read of it before, and a view of it, have the values that are written, and the gradients of the others."""
+    part = y[:, :3]
+    with torch.no_grad():
+        y.clamp_(-0.1, 0.1).mul_(2)
+    return y.sin() * part.sum()
+
+
+@pytest.mark.parametrize("body", [negative_log_likelihood, limited])
+def test_a_write_under_no_grad_into_a_whole_tensor_leaves_its_gradient(
+    body: Callable[..., torch.Tensor], pool: WorkerPool
+) -> None:
+    assert verify(Does(body), X, (2,), None, Options(strategy="fsdp"), pool).ok
+
+
 def detached(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
     y.detach().mul_(2)
     return y * 1
@@ -127,9 +147,9 @@ def unseen(_: nn.Module, y: torch.Tensor) -> torch.Tensor:
         (clamped, "aten.clamp_.default changes the parameter layer.weight", "freeze the parameter"),
         (by_data, "aten.clamp_.default changes the parameter layer.weight", "freeze the parameter"),
         (other_data, r"a tensor of shape \(8, 8\) is given other .data", "x.data.copy_"),
-        (detached, r"aten.mul_.Tensor writes through detach\(\) or .data into a tensor with a gradient", "clone"),
-        (of_a_part, r"writes through detach\(\) or .data into a tensor with a gradient", "clone"),
-        (unseen, "aten.clamp_.default writes under no_grad into a tensor with a gradient", "clone"),
+        (detached, r"aten.mul_.Tensor writes through detach\(\) or .data into a tensor with a gradient", "torch.where"),
+        (of_a_part, r"writes through detach\(\) or .data into a tensor with a gradient", "torch.where"),
+        (unseen, "aten.clamp_.default writes under no_grad into a tensor with a gradient", "torch.where"),
     ],
 )
 def test_what_autograd_would_not_see_is_refused(body: Callable[..., torch.Tensor], what: str, fix: str) -> None:
