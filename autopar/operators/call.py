@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Value, refs
@@ -103,13 +105,16 @@ class Call:
         return all(map(_continuous, (*self.operands, *self.op.results)))
 
     def linear(self, groups: Sequence[Sequence[str]]) -> tuple[frozenset[int], ...]:
-        """The groups as operand positions: absent arguments and zeros leave a group, any other number voids it."""
+        """The groups as operand positions: absent arguments and zeros leave a group, any other number voids it.
+
+        Operands may be whole numbers, whose results are not rounded to such.
+        """
         found = []
         for group in groups:
             members = [position for name in group for position in self.positions(name)]
             numbers = [self.arguments.get(name) for name in group if not self.positions(name)]
-            values = (*(self.operands[m] for m in members), *self.op.results)
-            if members and all(n is None or n == 0 for n in numbers) and all(map(_continuous, values)):
+            added = all(self.operands[m].dtype is not torch.bool for m in members) and all(map(_continuous, self.op.results))
+            if members and added and all(n is None or n == 0 for n in numbers):
                 found.append(frozenset(members))
         return tuple(found)
 

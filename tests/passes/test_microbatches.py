@@ -118,6 +118,26 @@ def test_what_a_mean_divides_by_is_counted_over_the_whole_batch(loss: str, runs:
     assert bool(made.hoisted) == (loss != "summed")
 
 
+ACCURACIES: dict[str, Function] = {
+    "over a number": lambda hits, t: hits.sum() / t.numel(),
+    "over a count": lambda hits, t: hits.sum().double() / (t != -100).sum(),
+    "times a number": lambda hits, t: 100.0 * hits.sum(),
+}
+
+
+@pytest.mark.parametrize("runs", [2, 8])
+@pytest.mark.parametrize("accuracy", ACCURACIES)
+def test_whole_numbers_that_are_added_up_may_be_divided(accuracy: str, runs: int) -> None:
+    """An accuracy beside the loss."""
+
+    def both(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = x @ w.T
+        return F.cross_entropy(logits, t), ACCURACIES[accuracy](logits.argmax(1) == t, t)
+
+    given = X.clone().requires_grad_(), W.clone().requires_grad_(), LABELS
+    check(normalise(program(both, *given)), {}, given, runs)
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("runs", [2, 8])
 @pytest.mark.parametrize("name", models.MODELS)
@@ -201,7 +221,7 @@ def test_the_loss_of_a_router_is_refused_by_its_sum_over_the_samples() -> None:
     with pytest.raises(ConstraintError) as caught:
         microbatches(read_program(Routed(), torch.randn(8, 6)).program, 2)
     refused, (_, first) = caught.value, inspect.getsourcelines(Routed.forward)
-    why = "what aten.sum.dim_IntList adds up over the samples of the batch is needed whole, by aten.to.dtype"
+    why = "what aten.sum.dim_IntList adds up over the samples of the batch is needed whole, by aten.mul.Tensor"
     assert refused.what == f"a step cannot run in 2 micro-batches: {why}"
     assert refused.details["value"] == ":sum#0: int64[4]"
     assert refused.details["module"] == "the model itself"

@@ -152,6 +152,29 @@ def test_a_plan_of_another_model_is_refused_before_any_process_is_started() -> N
         autopar.verify(model, sample, {"pp": 2}, plan=replace(plan, hash="0" * 16))
 
 
+class Counting(torch.nn.Module):
+    """It counts its calls in a buffer, which a step of several micro-batches computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("options", [{"mesh": {"pp": 2, "dp": 2}, "pipeline": "pp"}, {"mesh": (2,), "microbatches": 2}])
+def test_calls_are_counted_beside_weights_that_are_sharded(options: dict[str, Any], threads: Threads) -> None:
+    model, sample = Counting(), torch.linspace(-1, 1, 64).reshape(8, 8)
+    mesh = options.pop("mesh")
+    plan = autopar.plan(model, sample, mesh, device="h100", strategy="fsdp", **options)
+    report = verification.verify(model, sample, mesh, plan, Options(), threads)
+    assert report.ok, report
+    assert "calls" in {row.name for row in report.rows if row.what == "buffer"}
+
+
 def linears() -> tuple[torch.nn.Module, object]:
     return planning.Layers((8, 16, 8, 16, 8), bias=True), torch.randn(8, 4, 8)
 

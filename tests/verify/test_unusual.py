@@ -254,6 +254,13 @@ def contrast(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.t(), own)
 
 
+def two_views(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """The batch is concatenated with another view of it: each of both is told from all others."""
+    both = m.layer(torch.cat([y, y.tanh()]))
+    others = ~torch.eye(len(both), dtype=torch.bool)
+    return (both @ both.T)[others].view(len(both), -1).logsumexp(1).mean()
+
+
 class Complex(nn.Module):
     def __init__(self, *, loss: bool) -> None:
         super().__init__()
@@ -316,6 +323,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "diagonals of a batch": lambda: (Layer(lambda _, y: torch.einsum("bii->b", y.unflatten(1, (2, 4))[:, :, :2]).sum()), X),
     "outputs with one path": lambda: (Layer(lambda _, y: {"a.b": y, "a": {"b": 2 * y}}), X),
     "a contrastive loss": lambda: (Layer(lambda m, y: contrast(y, m.layer(y))), X),
+    "two views of each sample compared": lambda: (Layer(two_views), X),
     "a complex loss": lambda: (Complex(loss=True), X),
     "complex results": lambda: (Complex(loss=False), X),
     "no elements inside": lambda: (Layer(lambda m, y: torch.cat([y, m.layer(y[:0])]).square().sum()), X),
