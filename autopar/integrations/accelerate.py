@@ -34,7 +34,7 @@ from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict
 from autopar.integrations.training_state import load_training_state, save_training_state
 
-STATES = "autopar"  # the folder of a saved state that has weights, the optimizer's and the random state
+STATES = "autopar"  # the folder of a saved state that has weights, the optimizers' and the random state; the next is autopar_1
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -51,7 +51,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *args: object, seed: int = 0, **options: object) -> None:
         super().__init__(*args, **options)
         self.seed = seed
-        self.parallel: ParallelModule | None = None
+        self.parallel: ParallelModule | None = None  # the last one prepared, whose batches loaders have
         self._ranks_of: tuple[ParallelModule, list[int]] | None = None  # a module, and the ranks of its shares
 
     def prepare(self, *args: object, device_placement: list[bool] | None = None) -> object:
@@ -125,11 +125,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         In a pipeline a rank may store none of those that are clipped.
         """
         given = [*parameters]
-        if self.parallel is None or not set(given).issubset(self.parallel.parameters()):
+        owner = next((module for module in reversed(self._parallel()) if set(given).issubset(module.parameters())), None)
+        if owner is None:
             norm: torch.Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
             return norm
         self.unscale_gradients()
-        return self.parallel.clip_grad_norm_(max_norm, norm_type, parameters=given)
+        return owner.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def gather(self, tensor: object) -> object:
         """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it."""
@@ -157,8 +158,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Save all that was prepared: what the ranks have in parts with torch.distributed.checkpoint, the rest as always."""
         with self._parts_aside():
             location: str = super().save_state(output_dir, safe_serialization, **options)
-        if self.parallel is not None:
-            save_training_state(self.parallel, self._own_optimizers(), os.path.join(location, STATES))
+        for folder, module in self._folders(location):
+            save_training_state(module, self._optimizers_of(module), folder)
         return location
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, object] | None = None, **options: object) -> None:
@@ -167,8 +168,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise InputError("load_state of parallel modules needs the folder", fix="load_state(folder)")
         with self._parts_aside():
             super().load_state(input_dir, load_kwargs, **options)
-        if self.parallel is not None:
-            load_training_state(self.parallel, self._own_optimizers(), os.path.join(input_dir, STATES))
+        for folder, module in self._folders(input_dir):
+            load_training_state(module, self._optimizers_of(module), folder)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of which each rank has a part, by samples, on every rank; a number of each rank in a row."""
@@ -190,16 +191,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._ranks_of = parallel, [shares.index(share) for share in range(parallel.data_world)]
         return self._ranks_of[1]
 
-    def _own_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The prepared optimizers themselves, which the library wraps."""
-        return [prepared.optimizer for prepared in self._optimizers]
+    def _parallel(self) -> list[ParallelModule]:
+        """The parallel modules, in the order in which they were prepared."""
+        return [model for model in self._models if isinstance(model, ParallelModule)]
+
+    def _folders(self, location: str) -> Iterator[tuple[str, ParallelModule]]:
+        """Where the state of each parallel module is saved; the order of `prepare` is that of the run that saved it."""
+        for number, module in enumerate(self._parallel()):
+            yield os.path.join(location, f"{STATES}_{number}" if number else STATES), module
+
+    def _optimizers_of(self, module: ParallelModule) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers of a module themselves, which the library wraps: those of its parameters, and those that have
+        none on this rank of a pipeline."""
+        own, found = set(module.parameters()), []
+        for prepared in self._optimizers:
+            trained = [parameter for group in prepared.optimizer.param_groups for parameter in group["params"]]
+            if not trained or not own.isdisjoint(trained):
+                found.append(prepared.optimizer)
+        return found
 
     @contextmanager
     def _parts_aside(self) -> Iterator[None]:
         """Have the library save and load nothing that the ranks have in parts."""
-        models, optimizers = self._models, self._optimizers
-        if self.parallel is not None:
-            self._models, self._optimizers = [model for model in models if model is not self.parallel], []
+        models, optimizers, parallel = self._models, self._optimizers, self._parallel()
+        aside = [optimizer for module in parallel for optimizer in self._optimizers_of(module)]
+        self._models = [model for model in models if model not in parallel]
+        self._optimizers = [prepared for prepared in optimizers if not any(prepared.optimizer is one for one in aside)]
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
     Raises InputError where ranks with other pipeline stages have another number of parameter groups.
     """
     weights, steps = get_state_dict(parallel, list(optimizers))
-    groups: Any = steps["param_groups"]
+    groups: Any = steps.get("param_groups", [])  # without optimizers there are none
     name_groups(groups, parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     writer = FileSystemWriter(folder, overwrite=True)  # of a state that was saved there before

@@ -131,6 +131,58 @@ def test_some_gradients_are_clipped_by_their_own_norm_on_every_rank(pool: Worker
     assert seen == dict(model.named_parameters()).keys()
 
 
+def two(case: tuple[Path, str]) -> list[dict[str, torch.Tensor]]:
+    """The weights of two modules of one Accelerator after a step, after another, and, twice, after a load of those between."""
+    folder, strategy = case
+    launched()
+    accelerator = Accelerator(cpu=True)
+    modules = [made(Net(), strategy), made(Net(), "fsdp")]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=lr) for module, lr in zip(modules, (0.05, 0.01), strict=True)]
+    prepared = accelerator.prepare(*modules, *optimizers)[2:]
+
+    def step() -> None:
+        for module, optimizer in zip(modules, prepared, strict=True):
+            accelerator.backward(module(*module.shard(DATA[:BATCH])))
+            accelerator.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def weights() -> dict[str, torch.Tensor]:
+        named = ((f"{n}.{name}", weight) for n, module in enumerate(modules) for name, weight in module.named_parameters())
+        return {name: whole(weight.detach()).clone() for name, weight in named}
+
+    step()
+    accelerator.save_state(str(folder))
+    found = [weights()]
+    for _ in range(2):
+        step()
+        found.append(weights())
+        accelerator.load_state(str(folder))
+    return [*found, weights()]
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "stages"])
+def test_the_state_of_two_parallel_modules_is_saved_and_loaded(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+    """As of a generator and a discriminator: each with its optimizer's, so that the second steps are alike."""
+    for first, second, again, loaded in pool.run(f"{__name__}:two", (tmp_path, strategy), ranks=2):  # type: ignore[misc]
+        torch.testing.assert_close(loaded, first, rtol=0, atol=0)
+        torch.testing.assert_close(again, second, rtol=0, atol=0)
+        assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def alone(folder: Path) -> None:
+    """A state without an optimizer is saved and loaded."""
+    launched()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(made(Net(), "fsdp"))
+    accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder))
+
+
+def test_a_module_without_an_optimizer_is_saved(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(f"{__name__}:alone", tmp_path, ranks=2)
+
+
 def skipped(strategy: str) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
     """The batches of this rank in the second epoch, and those without the first one."""
     launched()
