@@ -126,16 +126,23 @@ def _probed(model: PreTrainedModel, batch: int, length: int, source: int) -> tup
             f"the cache of {type(model).__name__} has a {other[0]}, which is not planned",
             fix="a model whose attention sees all positions; or generate without a cache: Generator",
         )
-    width = model.get_input_embeddings().weight.shape[1]
+    width, copied = model.get_input_embeddings().weight.shape[1], skeleton(model).module
     with torch.device("meta"), torch.no_grad():
         one = torch.zeros(batch, 1, width, dtype=model.dtype)  # embedded: words the library would look at
-        copied = skeleton(model).module
+        given: dict[str, object] = {"inputs_embeds": one, "past_key_values": own}
         if source:
-            given = {"encoder_outputs": BaseModelOutput(last_hidden_state=one.expand(batch, source, width))}
-            copied(decoder_inputs_embeds=one, past_key_values=EncoderDecoderCache(own, cross), use_cache=True, **given)
-        else:
-            copied(inputs_embeds=one, past_key_values=own, use_cache=True)
-            cross.layers = []
+            read = BaseModelOutput(last_hidden_state=one.expand(batch, source, width))
+            given = {"decoder_inputs_embeds": one, "past_key_values": EncoderDecoderCache(own, cross), "encoder_outputs": read}
+        try:
+            copied(use_cache=True, **given)
+        except (RuntimeError, NotImplementedError) as error:
+            first, *_ = str(error).splitlines() or [type(error).__name__]
+            raise InputError(
+                f"{type(model).__name__} looks at numbers where it fills a cache, which a plan has not: {first}",
+                fix='experts_implementation="grouped_mm" for experts; or generate without a cache: Generator',
+            ) from error
+    if not source:
+        cross.layers = []
     return own, cross
 
 

@@ -38,6 +38,23 @@ def generating_model(model: nn.Module) -> PreTrainedModel:
     return found
 
 
+def check_rotary_length(model: PreTrainedModel, length: int) -> None:
+    """Raise InputError for a length from which on rotary frequencies are those of long sequences: a planned call has one length
+    for all of them, and the library computes the cache again where a sequence passes it."""
+    config = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [one for one in given.values() if isinstance(one, Mapping)] or [given]:  # by the type of a layer, or one
+        most = config.max_position_embeddings if rope.get("rope_type") == "dynamic" else length
+        if rope.get("rope_type") == "longrope":
+            most = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        if length > most:
+            raise InputError(
+                f"the positions of {type(model).__name__} are others in sequences of more than {most} tokens",
+                planned=f"sequences of up to {length} tokens",
+                fix=f"plan for {most} tokens at most",
+            )
+
+
 def labels_shifted(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a decoder reads for labels; raises InputError where the library does not say."""
     if (shifted := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
@@ -78,6 +95,7 @@ class PlannedCall:
                 f"{type(model).__name__} has other positions where it generates than where none are given",
                 fix="plan with position_ids",
             )
+        check_rotary_length(model, max(spec.shape[1] for spec in specs.values()))
         reads_labels = encoder and "decoder_input_ids" not in specs
         return PlannedCall(specs=specs, encoder=encoder, shifted=labels_shifted(model) if reads_labels else None)
 

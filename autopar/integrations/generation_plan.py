@@ -13,6 +13,7 @@ from autopar import files
 from autopar.api import options_of
 from autopar.errors import ConstraintError, InputError, PlanError
 from autopar.integrations.generation_cache import CachedModel
+from autopar.integrations.generation_call import check_rotary_length
 from autopar.ir.device import Seconds
 from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
@@ -133,13 +134,14 @@ def generation_options(options: dict[str, object]) -> Options:
 
 
 def cached_model(model: PreTrainedModel, prompts: torch.Tensor, length: int) -> CachedModel:
-    """A model with a cache for prompts of this shape. Raises InputError if they do not fit into it."""
+    """A model with a cache for prompts of this shape. Raises InputError if they do not fit into it, or the model has none."""
     encodes = bool(model.config.is_encoder_decoder)
     if prompts.ndim != 2 or prompts.is_floating_point() or (not encodes and prompts.shape[1] >= length):
         raise InputError(
             f"prompts are {prompts.dtype} of {list(prompts.shape)}, with a cache of length={length} positions",
             fix="integers of (batch, tokens), and a length above that of the prompts",
         )
+    check_rotary_length(model, length)
     return CachedModel(model, prompts.shape[0], length, prompts.shape[1] if encodes else 0).eval()
 
 

@@ -34,7 +34,7 @@ from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
 from autopar.integrations.padded_batches import BatchPadding
-from autopar.integrations.training_state import name_groups, state_of
+from autopar.integrations.training_state import drop_state, name_groups, state_of, unsaved, unstepped
 
 STATES = "autopar"  # the entry of a checkpoint that has the random states
 
@@ -111,8 +111,11 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What a checkpoint has of an optimizer."""
-        found: dict[str, Any] = super().optimizer_state(optimizer)
+        """What a checkpoint has of an optimizer; no state before its first step. Raises InputError for LBFGS."""
+        with unstepped([optimizer]) as fresh:
+            found: dict[str, Any] = super().optimizer_state(optimizer)
+        if fresh:
+            found["state"] = {}
         if (pipeline := self.pipeline) is not None:
             name_groups(found["param_groups"], pipeline)
         return found
@@ -148,7 +151,9 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         for number, optimizer in enumerate(self.optimizers):
             own = f"optimizer_{number}"
             if _has(saved, own):  # not of weights alone
-                steps: dict[str, Any] = {own: get_optimizer_state_dict(module, optimizer)}
+                with unstepped([optimizer]):
+                    steps: dict[str, Any] = {own: get_optimizer_state_dict(module, optimizer)}
+                drop_state(steps[own], unsaved(steps[own], saved, own))
                 for place, group in enumerate(steps[own]["param_groups"]):
                     for option in [*group]:  # a scheduler that was made after it was saved adds one
                         if not _has(saved, f"{own}.param_groups.{place}.{option}"):

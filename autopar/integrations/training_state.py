@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 from autopar.codegen import ParallelModule
@@ -20,11 +21,15 @@ OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, an
 
 
 def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
-    """Write this rank's parts; every rank calls it.
+    """Write this rank's parts; every rank calls it. An optimizer that has not stepped yet is saved without a state.
 
-    Raises InputError where ranks with other pipeline stages have another number of parameter groups.
+    Raises InputError where ranks with other pipeline stages have another number of parameter groups, and for LBFGS.
     """
-    weights, steps = get_state_dict(parallel, list(optimizers))
+    names = {parameter: name for name, parameter in parallel.named_parameters()}
+    with unstepped(optimizers) as fresh:
+        weights, steps = get_state_dict(parallel, list(optimizers))
+    for optimizer in fresh:
+        drop_state(steps, [names[parameter] for group in optimizer.param_groups for parameter in group["params"]])
     groups: Any = steps.get("param_groups", [])  # without optimizers there are none
     name_groups(groups, parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
@@ -35,15 +40,50 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
 def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
     """Read this rank's parts of what perhaps another number of ranks wrote; every rank calls it.
 
-    Raises InputError where none of the parameters of an optimizer's group was in one.
+    Raises InputError where none of the parameters of an optimizer's group was in one, and for LBFGS.
     """
-    weights, steps = get_state_dict(parallel, list(optimizers))
+    with unstepped(optimizers):
+        weights, steps = get_state_dict(parallel, list(optimizers))
+    drop_state(steps, unsaved(steps, FileSystemReader(folder).read_metadata().state_dict_metadata, "optimizer"))
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     state_dict_loader.load(states, checkpoint_id=str(folder))
     set_model_state_dict(parallel, weights)
     names = {parameter: name for name, parameter in parallel.named_parameters()}
     for optimizer in optimizers:
         optimizer.load_state_dict(state_of(optimizer, names, steps))
+
+
+@contextmanager
+def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """Those that have not stepped, which are left without a state: torch makes one where it is asked for, by a step of zeros.
+
+    After that step they would count one more than they took. Raises InputError for LBFGS, which torch cannot ask.
+    """
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise InputError(
+            "the state of LBFGS is not saved in parts: it grows from step to step, and its first one needs a closure",
+            fix="save optimizer.state_dict() of every rank; it is loaded on as many ranks",
+        )
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    try:
+        yield fresh
+    finally:
+        for optimizer in fresh:
+            optimizer.state.clear()
+
+
+def unsaved(steps: Mapping[str, Any], saved: Collection[str], place: str) -> list[str]:
+    """The parameters of whose state a checkpoint has nothing at a place of its own."""
+    known = {name[: end + 1] for name in saved for end, sign in enumerate(name) if sign == "."}
+    known |= {f"{name}." for name in saved}
+    state: Mapping[str, Mapping[str, object]] = steps.get("state", {})
+    return [name for name, own in state.items() if known.isdisjoint(f"{place}.state.{name}.{key}." for key in own)]
+
+
+def drop_state(steps: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Have no state of some parameters."""
+    for name in names:
+        steps.get("state", {}).pop(name, None)
 
 
 def name_groups(groups: Sequence[OptimizerGroup], parallel: ParallelModule) -> None:
@@ -86,4 +126,13 @@ def load_weights(parallel: ParallelModule, folder: str | Path) -> None:
     state_dict_loader.load({"model": parallel.state_dict()}, checkpoint_id=str(folder))
 
 
-__all__ = ["load_training_state", "load_weights", "name_groups", "save_training_state", "state_of"]
+__all__ = [
+    "drop_state",
+    "load_training_state",
+    "load_weights",
+    "name_groups",
+    "save_training_state",
+    "state_of",
+    "unsaved",
+    "unstepped",
+]

@@ -11,9 +11,10 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.capture import Assumptions
 from autopar.errors import BudgetError, ConstraintError, InputError, PlanError
-from autopar.integrations.generation import CachedGenerator, SeenPositions, parallel_generator
+from autopar.integrations.generation import CachedGenerator, Generator, SeenPositions, parallel_generator
 from autopar.integrations.generation_plan import GenerationPlan, cached_model, plan_generation, samples_of
 from autopar.plan.options import Options
 from autopar.planning.planner import connected_mesh, plan_program, read_program
@@ -280,3 +281,34 @@ def test_a_cache_that_forgets_is_refused() -> None:
     model = transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=4, num_key_value_heads=2, **sizes)).eval()
     with pytest.raises(InputError, match="has a StaticSlidingWindowLayer, which is not planned"):
         plan_generation(model, prompts(1, 4), (1,), length=16, device="h100")
+
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": WORDS,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # which the library sets in its forward
+def test_lengths_that_change_the_positions_of_all_are_refused() -> None:
+    """LongRoPE has other frequencies in sequences beyond a length, which a planned call has from its first token on."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    config = transformers.Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=16)
+    model = transformers.Phi3ForCausalLM(config).eval()
+    with pytest.raises(InputError, match=r"others in sequences of more than 16 tokens\n.*up to 24 tokens"):
+        plan_generation(model, prompts(2, 4), (1,), length=24, device="h100")
+    longer = autopar.parallelize(model, {"input_ids": prompts(2, 24)}, (1,), device="h100")
+    with pytest.raises(InputError, match="others in sequences of more than 16 tokens"):
+        Generator(longer, model)
+    generator, words = parallel_generator(model, prompts(2, 4), (1,), length=16, device="h100"), prompts(2, 4)
+    assert torch.equal(generator.generate(words, max_new_tokens=8), model.generate(words, max_new_tokens=8))
+
+
+def test_a_model_that_looks_at_numbers_where_it_fills_the_cache_is_refused() -> None:
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=2, experts_implementation="eager")
+    model = transformers.MixtralForCausalLM(config).eval()
+    with pytest.raises(InputError, match=r'(?s)looks at numbers where it fills a cache.*experts_implementation="grouped_mm"'):
+        plan_generation(model, prompts(2, 4), (1,), length=16, device="h100")

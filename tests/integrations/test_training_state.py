@@ -17,7 +17,7 @@ from autopar.integrations.training_state import load_training_state, save_traini
 from autopar.runtime.workers import WorkerPool
 from tests.support import pipeline_checkpoints
 
-BATCH, EPOCH, STOP, END = 4, 5, 7, 12  # samples, and steps
+BATCH, EPOCH, END = 4, 5, 12  # samples, and steps
 X = torch.randn(BATCH * EPOCH + 2, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sin())
 
@@ -67,11 +67,12 @@ class Training:
         yield self.scaler.get_scale()
 
 
-def stopped(folder: Path) -> tuple[list[float], list[float]]:
-    """The last losses of a run without a stop, and of one that was stopped, in an epoch, and resumed in another module."""
+def stopped(case: tuple[Path, int]) -> tuple[list[float], ...]:
+    """The losses of a run without a stop, of one that was saved at a step, and of one that resumed there in another module."""
+    folder, step = case
     without = [*Training(0).run(0, END)]
     before = Training(0)
-    kept = [*before.run(0, STOP)][:-1]
+    kept = [*before.run(0, step)][:-1]
     save_training_state(before.parallel, [before.optimizer], folder)
     torch.save(before.small, folder / f"small_{torch.distributed.get_rank()}.pt")
     after = Training(99)
@@ -79,13 +80,23 @@ def stopped(folder: Path) -> tuple[list[float], list[float]]:
     small = torch.load(folder / f"small_{torch.distributed.get_rank()}.pt")
     after.schedule.load_state_dict(small["schedule"])
     after.scaler.load_state_dict(small["scaler"])
-    return without, kept + [*after.run(STOP, END)]
+    return without, kept + [*before.run(step, END)], kept + [*after.run(step, END)]
 
 
-def test_a_run_resumes_at_a_step_with_dropout_schedule_and_scale(pool: WorkerPool, tmp_path: Path) -> None:
-    for without, resumed in pool.run(f"{__name__}:stopped", tmp_path, ranks=2):  # type: ignore[misc]
-        assert len(resumed) == END + 1
-        assert resumed == pytest.approx(without, rel=1e-6)
+@pytest.mark.parametrize("step", [7, 0])
+def test_a_run_resumes_at_a_step_with_dropout_schedule_and_scale(pool: WorkerPool, tmp_path: Path, step: int) -> None:
+    """Within an epoch; before the first step, which torch makes an optimizer count that is asked for its state."""
+    for without, *others in pool.run(f"{__name__}:stopped", (tmp_path, step), ranks=2):  # type: ignore[misc]
+        for losses in others:
+            assert len(losses) == END + 1
+            assert losses == pytest.approx(without, rel=1e-6)
+
+
+def test_the_state_of_lbfgs_is_refused(tmp_path: Path) -> None:
+    parallel = autopar.parallelize(Net(), DATA[:BATCH], (1,))
+    for change in (save_training_state, load_training_state):
+        with pytest.raises(InputError, match="LBFGS is not saved in parts"):
+            change(parallel, [torch.optim.LBFGS(parallel.parameters())], tmp_path)
 
 
 def test_an_epoch_goes_on_after_the_batches_that_it_has() -> None:
