@@ -55,9 +55,10 @@ def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
 
 @contextmanager
 def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """Those that have not stepped, which are left without a state: torch makes one where it is asked for, by a step of zeros.
+    """The optimizers that have not stepped, which have no state behind this either: torch makes one for who asks, by a step of
+    zeros, after which they would count one step more than they took.
 
-    After that step they would count one more than they took. Raises InputError for LBFGS, which torch cannot ask.
+    Raises InputError for LBFGS, which torch cannot ask.
     """
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise InputError(

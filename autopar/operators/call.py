@@ -107,13 +107,15 @@ class Call:
     def linear(self, groups: Sequence[Sequence[str]]) -> tuple[frozenset[int], ...]:
         """The groups as operand positions: absent arguments and zeros leave a group, any other number voids it.
 
-        Operands may be whole numbers, whose results are not rounded to such.
+        Members may be whole numbers, but for booleans, if results are neither rounded to such nor of a dtype of two bytes.
         """
         found = []
         for group in groups:
             members = [position for name in group for position in self.positions(name)]
             numbers = [self.arguments.get(name) for name in group if not self.positions(name)]
-            added = all(self.operands[m].dtype is not torch.bool for m in members) and all(map(_continuous, self.op.results))
+            dtypes = {self.operands[m].dtype for m in members}
+            exact = torch.bool not in dtypes and all(result.dtype.itemsize > 2 for result in self.op.results)
+            added = all(map(_continuous, self.op.results)) and (exact or all(map(_floating, dtypes)))
             if members and added and all(n is None or n == 0 for n in numbers):
                 found.append(frozenset(members))
         return tuple(found)
@@ -170,4 +172,8 @@ def _shapes(values: Sequence[Value]) -> str:
 
 
 def _continuous(value: Value) -> bool:
-    return value.dtype.is_floating_point or value.dtype.is_complex
+    return _floating(value.dtype)
+
+
+def _floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
