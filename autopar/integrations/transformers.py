@@ -14,6 +14,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from types import EllipsisType
 
@@ -66,9 +67,28 @@ def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, *
     """
     weights = full_state_dict(parallel)
     if weights:
-        model.save_pretrained(folder, state_dict=weights, **options)  # type: ignore[operator]
+        with _trained_prompts(model, weights):
+            model.save_pretrained(folder, state_dict=weights, **options)  # type: ignore[operator]
     if dist.is_initialized():
         dist.barrier()
+
+
+@contextmanager
+def _trained_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Have the prompts of a `peft` model be the trained ones: it writes what its own encoders compute, of no state that it is
+    given."""
+    untrained: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for path, encoder in model.named_modules():
+        if path.startswith("prompt_encoder."):
+            held = encoder.named_parameters(recurse=False)
+            untrained += [(encoder, name, own) for name, own in held if f"{path}.{name}" in weights]
+            for name in [name for parent, name, _ in untrained if parent is encoder]:
+                encoder.register_parameter(name, nn.Parameter(weights[f"{path}.{name}"], requires_grad=False))
+    try:
+        yield
+    finally:
+        for encoder, name, own in untrained:
+            encoder.register_parameter(name, own)
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
