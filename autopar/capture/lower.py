@@ -402,4 +402,6 @@ def _parent(node: fx.Node, args: tuple[Held, ...]) -> Handle | None:
     result = result[0] if isinstance(result, (list, tuple)) and result else result
     if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
         return None
+    if not result.layout == operand.layout == torch.strided:  # a sparse one has no storage
+        return None
     return first if result.untyped_storage()._cdata == operand.untyped_storage()._cdata else None
