@@ -66,11 +66,15 @@ def labels_shifted(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCall:
-    """The tensors of a planned call of a decoder, or of an `encoder` and a decoder, which may read labels `shifted`."""
+    """The tensors of a planned call of a decoder, or of an `encoder` and a decoder, which may read labels `shifted`.
+
+    Positions that the library does not give are those of the columns, or count the tokens that are not `padding`, from it on.
+    """
 
     specs: Mapping[str, TensorSpec]
     encoder: bool
     shifted: Callable[[torch.Tensor], torch.Tensor] | None
+    padding: int | None
 
     @staticmethod
     def of(signature: Signature, model: PreTrainedModel) -> PlannedCall:
@@ -97,7 +101,9 @@ class PlannedCall:
             )
         check_rotary_length(model, max(spec.shape[1] for spec in specs.values()))
         reads_labels = encoder and "decoder_input_ids" not in specs
-        return PlannedCall(specs=specs, encoder=encoder, shifted=labels_shifted(model) if reads_labels else None)
+        padding = model.config.pad_token_id if _counts_from_padding(model) else None
+        shifted = labels_shifted(model) if reads_labels else None
+        return PlannedCall(specs=specs, encoder=encoder, shifted=shifted, padding=padding)
 
     def tensors(
         self,
@@ -131,12 +137,19 @@ class PlannedCall:
         if position_ids is not None and "position_ids" not in self.specs:
             tokens, mask, places = _from_the_first_column(tokens, mask, position_ids)
         found |= self._read(prefix, tokens, mask)
-        found["position_ids"] = places if position_ids is None else position_ids.expand_as(tokens)
+        found["position_ids"] = self._positions(tokens) if position_ids is None else position_ids.expand_as(tokens)
         found["labels"] = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)  # where the first is taken from the last: mBART
         padded = {name: _padded(name, found[name], spec) for name, spec in self.specs.items()}
         if self.shifted is not None and not self.shifted(padded["labels"])[: len(tokens), : tokens.shape[1]].equal(tokens):
             raise InputError("no labels make the model decode these tokens", fix="plan with decoder_input_ids")
         return padded, places
+
+    def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of a call that is given none, as the library's guidance by calls without a prompt."""
+        if self.padding is None:
+            return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        seen = (tokens != self.padding).to(tokens.dtype)
+        return seen.cumsum(1) * seen + self.padding
 
     def _read(self, prefix: str, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """The arguments that tell of these tokens; raises InputError if some are hidden and the plan takes no mask."""
