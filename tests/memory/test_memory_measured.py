@@ -25,7 +25,7 @@ HOST = Link(name="host", latency=0.0, bandwidth=1e12, source="made up, so that w
 # Strategies, the best plan in less memory, which makes things again or has the host hold them, seeds of random plans with
 # random treatments, and fsdp with recomputation by name.
 PLANS: dict[str, tuple[str | int, ...]] = {
-    "gpt2": ("ddp", "fsdp", "tight", 0),
+    "gpt2": ("ddp", "fsdp", "tight", 1),
     "llama": ("zero2", "megatron", "selective"),
     "vit": ("fsdp", "host"),
     "bert": ("auto", "zero1", "tight", 2, "blocks"),
