@@ -129,7 +129,8 @@ def test_other_sizes_under_ring_attention_have_the_sequential_numbers(threads: T
 @pytest.mark.thorough
 def test_other_sizes_of_a_mixture_of_experts_have_the_sequential_numbers(threads: Threads) -> None:
     (model, sample), on = mixture(), table.mesh((4,))
-    plan = autopar.plan(model, sample, on, dynamic={"batch": 0})
+    asked = {"model.layers.0.mlp.experts:grouped_mm_fallback#*": "S(0)"}
+    plan = autopar.plan(model, sample, on, dynamic={"batch": 0}, constraints=asked)
     assert form(plan, "grouped_mm_fallback#0") == "expert_parallel_grouped_mm"
     found = verify(model, at(sample, 16), on, plan, Options(), threads)
     assert found.ok, str(found)

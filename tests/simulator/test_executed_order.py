@@ -61,7 +61,7 @@ CASES = [
     Case("llama", (2, 2), "megatron"),
     Case("gpt2", (2,), "fsdp", 2),
     Case("gpt2", (2,), "zero1", 2),
-    Case("llama", (2, 2), 4),
+    Case("llama", (2, 2), 3),
 ]
 RANDOM = [Case("gpt2", (2, 2), 0), Case("vit", (2, 2), 1)]
 
