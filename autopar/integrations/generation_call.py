@@ -145,7 +145,7 @@ class PlannedCall:
         return padded, places
 
     def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Those of a call that is given none, as the library's guidance by calls without a prompt."""
+        """The positions of a call that is given none, such as the library's guidance makes without a prompt."""
         if self.padding is None:
             return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         seen = (tokens != self.padding).to(tokens.dtype)
