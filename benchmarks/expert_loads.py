@@ -1,6 +1,6 @@
 """How unevenly routers load experts: the spread that prices of expert parallelism take (`families.contraction.LOAD_SPREAD`).
 
-    python benchmarks/expert_loads.py --steps 300
+    python benchmarks/expert_loads.py --steps 200
 
 Small mixtures of experts are trained on the standard library's sources, byte by byte, with the loss that balances their routers
 (coefficients as in the libraries' configs and ten times that) and without. The spread of a batch is the standard deviation of
@@ -102,7 +102,7 @@ def row(found: list[torch.Tensor]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=count, default=300)
+    parser.add_argument("--steps", type=count, default=200, help="of training; default: %(default)s")
     options = parser.parse_args()
     print(machine(), flush=True)
     print(f"{'':34}{'spread':>10}" + "".join(f"{f'of {ranks}':>17}" for ranks in RANKS))

@@ -76,6 +76,12 @@ def read(handle: Handle) -> Ref:
     return handle.ref
 
 
+def straight_through(new: Ref, old: Ref, emit: Emit) -> Ref:
+    """The values of one tensor with the gradient of another: what autograd has after a write that it does not hear of."""
+    nothing = emit("aten.sub.Tensor", (old, emit("aten.detach.default", (old,))))  # zeros; of infinities no number
+    return emit("aten.add.Tensor", (new, emit("aten.nan_to_num.default", (nothing,))))
+
+
 def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> None:
     """Assign a new value to a tensor, and with it to every tensor that aliases it.
 

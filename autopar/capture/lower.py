@@ -277,7 +277,9 @@ class Lowering:
 
         new = self.result_in_place(node, now, keywords, region, old)
         if old.requires_grad and not region.grad:
-            new = self.straight_through(node, new, before)
+            new = functionalize.straight_through(
+                new, before, lambda target, arguments: self.emission.emit(node, target, arguments, (), Region())[0][0]
+            )
         if buffer and self.builder.values[new.name].requires_grad:
             fix = "write it under torch.no_grad(), or what was detached"
             raise CaptureError(
@@ -302,16 +304,6 @@ class Lowering:
             how = "through detach() or .data" if region.grad else "under no_grad"
             fix = "write it outside of no_grad and not through detach(), or build it with torch.where, cat or stack"
             raise CaptureError(f"{node.target} writes {how} into a tensor with a gradient", at=nodes.source(node), fix=fix)
-
-    def straight_through(self, node: fx.Node, new: Ref, old: Ref) -> Ref:
-        """The values of one tensor with the gradient of another: what autograd has after a write that it does not hear of."""
-
-        def emit(target: str, *arguments: Argument) -> Ref:
-            return self.emission.emit(node, target, arguments, (), Region())[0][0]
-
-        detached = emit("aten.detach.default", old)
-        nothing = emit("aten.sub.Tensor", old, detached)  # zeros, but for infinities, which have no gradient of use
-        return emit("aten.add.Tensor", new, emit("aten.nan_to_num.default", nothing))
 
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
         """The value of a tensor after an in-place write, in its shape and dtype."""

@@ -79,11 +79,10 @@ def _trained_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
     given."""
     untrained: list[tuple[nn.Module, str, nn.Parameter]] = []
     for path, encoder in model.named_modules():
-        if path.startswith("prompt_encoder."):
-            held = encoder.named_parameters(recurse=False)
-            untrained += [(encoder, name, own) for name, own in held if f"{path}.{name}" in weights]
-            for name in [name for parent, name, _ in untrained if parent is encoder]:
-                encoder.register_parameter(name, nn.Parameter(weights[f"{path}.{name}"], requires_grad=False))
+        for name, own in [*encoder.named_parameters(recurse=False)] if path.startswith("prompt_encoder.") else ():
+            if (weight := weights.get(f"{path}.{name}")) is not None:
+                untrained.append((encoder, name, own))
+                encoder.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     try:
         yield
     finally:

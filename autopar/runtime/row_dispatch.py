@@ -145,9 +145,8 @@ def _dispatch_by_group(axis: Axis, rows: int, matrices: int, ends: Sequence[int]
     receive = [_overlap(starts, axis.index, chunks, rank) for rank in range(axis.size)]
     first = starts[axis.index]
     bounds = [first, *ends[matrices * axis.index : matrices * (axis.index + 1)]]
-    return _Dispatch(axis=axis, send=send, receive=receive, rows=misplaced(chunks[-1], matrices * axis.size)), [
-        bound - first for bound in bounds
-    ]
+    planned = misplaced(chunks[-1], matrices * axis.size)
+    return _Dispatch(axis=axis, send=send, receive=receive, rows=planned), [bound - first for bound in bounds]
 
 
 def _overlap(first: Sequence[int], i: int, second: Sequence[int], j: int) -> int:

@@ -208,9 +208,8 @@ def _batch(step: TrainingStep, mesh: Mesh, strategy: str, axes: range) -> dict[s
     batch = step.stage.batch if step.stage else first.shape[0]
     if not batch or batch % parts:
         what, fewer = ("micro-batch", "fewer micro-batches, ") if step.loop else ("batch", "")
-        multiple = f"a global batch that is a multiple of {parts * step.microbatches}"
-        if step.stage:  # which is priced with as many micro-batches as count for it
-            multiple = f"micro-batches of a multiple of {parts} samples"
+        whole = f"a global batch that is a multiple of {parts * step.microbatches}"
+        multiple = f"micro-batches of a multiple of {parts} samples" if step.stage else whole  # a stage is priced with others
         raise ConstraintError(
             f"strategy {strategy!r} cannot split a {what} of {batch} over {parts} devices",
             mesh=mesh,
