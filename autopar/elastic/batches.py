@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from autopar.elastic.generators import HostState, host_state, set_host_state
 from autopar.errors import InputError
 
@@ -23,9 +25,9 @@ class StatefulLoader(Protocol):
 class Batches:
     """The batches of one step after the other; a loader begins again when it has ended.
 
-    The position of a loader is the number of batches that were taken in this epoch, and the state of the host's generators when
-    the epoch began: with these it shuffles as it did. Those batches are loaded again and dropped, unless the loader keeps its
-    own position.
+    The position of a loader is the number of batches that were taken in this epoch, and the states of the host's generators and
+    of its own when the epoch began: with these it shuffles as it did. Those batches are loaded again and dropped, unless the
+    loader keeps its own position.
     """
 
     def __init__(self, data: Data) -> None:
@@ -35,6 +37,7 @@ class Batches:
         self.data = data
         self.epoch, self.taken = 0, 0
         self._began: HostState = {}
+        self._own: list[torch.Tensor] = []  # of the loader's generators, when the epoch began
         self._left: Iterator[Any] | None = None
 
     def take(self, step: int) -> Any:
@@ -44,6 +47,7 @@ class Batches:
         for _ in range(2):
             if self._left is None:
                 self._began, self.taken = host_state(), 0
+                self._own = [generator.get_state() for generator in generators(self.data)]
                 self._left = iter(self.data)
             for batch in self._left:
                 self.taken += 1
@@ -56,7 +60,7 @@ class Batches:
         if not isinstance(self.data, Iterable):
             return {}
         own = self.data.state_dict() if isinstance(self.data, StatefulLoader) else None
-        return {"epoch": self.epoch, "taken": self.taken, "began": self._began, "own": own}
+        return {"epoch": self.epoch, "taken": self.taken, "began": self._began, "own": own, "generators": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position; the host's generators are left as they are after the last batch that was taken."""
@@ -67,12 +71,25 @@ class Batches:
             self.data.load_state_dict(state["own"])
             self._left = iter(self.data)
             return
+        if self.epoch and getattr(self.data, "persistent_workers", False):
+            iter(self.data)  # the first of a process draws a seed for its workers, which later epochs do not
+        self._own = state.get("generators", [])
         set_host_state(self._began)
+        for generator, began in zip(generators(self.data), self._own, strict=False):
+            generator.set_state(began)
         self._left = iter(self.data)
         for number in range(self.taken):
             if next(self._left, self) is self:
                 what = f"data ends after {number} batches, and {self.taken} of this epoch were taken before"
                 raise InputError(what, fix="the loader of the run that is resumed, or a new folder of checkpoints")
+
+
+def generators(loader: object) -> list[torch.Generator]:
+    """What a loader and its samplers draw from beside the host's generators, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = (getattr(place, "generator", None) for place in places)
+    return list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))
 
 
 __all__ = ["Batches", "Data", "StatefulLoader"]

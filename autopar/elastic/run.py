@@ -148,7 +148,7 @@ def _begin(state: TrainingState, saved: Checkpoints) -> None:
         saved.wait()
     else:
         rest = reader.rest()
-        tensors = state.tensors(stepped=bool(rest["step"]))
+        tensors = state.saved_tensors(reader.read_metadata().state_dict_metadata, rest)
         saved.load(reader, tensors)
         state.load_rest(rest, tensors)
     plan = state.model.autopar.plan

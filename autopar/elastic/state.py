@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autopar.elastic.generators import host_state, set_host_state
 from autopar.errors import CheckpointError
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by names of parameters: ranks of a pipeline have different ones
+STATE = "optimizer.state."  # and the name of a parameter and of what the optimizer keeps of it
 Rest = dict[str, Any]  # tensors, numbers, texts and containers of them
 
 
@@ -41,6 +42,13 @@ class TrainingState:
         moments = self._moments() if stepped else {}
         return found | {f"optimizer.{name}": one for name, one in moments.items() if isinstance(one, torch.Tensor)}
 
+    def saved_tensors(self, saved: Collection[str], rest: Rest) -> dict[str, torch.Tensor]:
+        """What a checkpoint with these tensors and this rest has in parts. Parameters that had no gradient when it was written
+        have no state of the optimizer in it, where others have one."""
+        found = self.tensors(stepped=bool(rest["step"]))
+        known = with_state(saved)
+        return {name: one for name, one in found.items() if not known or with_state([name]) <= known}
+
     def rest(self) -> Rest:
         """What rank 0 stores whole; every rank calls it."""
         return {
@@ -60,6 +68,10 @@ class TrainingState:
             known = {name: rest["optimizer"][name] for name in fresh if name in rest["optimizer"]}
             whole: dict[str, Any] = {**fresh, **given, **known}
             set_optimizer_state_dict(self.model, self.optimizer, whole, options=FLAT)
+            known = with_state([*tensors, *(f"optimizer.{name}" for name in rest["optimizer"])])
+            for name, parameter in self.model.named_parameters():
+                if name not in known:
+                    self.optimizer.state.pop(parameter, None)
         if self.scheduler:
             if rest["scheduler"] is None:
                 raise CheckpointError("the checkpoint has no scheduler, and the training has one", fix="leave scheduler= out")
@@ -83,6 +95,15 @@ class TrainingState:
         every: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(every, own, group=self.model.autopar.context.control)
         return {name: one for rank in every for name, one in rank.items()}
+
+
+def with_state(names: Iterable[str]) -> set[str]:
+    """The parameters of whose optimizer's state there is something among these names.
+
+    >>> with_state(["model.a.weight", "optimizer.state.a.weight.exp_avg"])
+    {'a.weight'}
+    """
+    return {name.removeprefix(STATE).rpartition(".")[0] for name in names if name.startswith(STATE)}
 
 
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]

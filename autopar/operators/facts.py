@@ -35,6 +35,7 @@ class OpKind(Enum):
     SAME = "the operand itself, or a copy of it"
     CAST = "the operand in another dtype"
     RESHAPE = "the operand's elements in their order, in another shape"
+    MEMORY = "the operand's memory read as another dtype"
     EXPAND = "the operand broadcast"
     FILL = "one number everywhere"
     DRAW = "floating-point numbers drawn from a distribution, and nothing else"

@@ -28,18 +28,21 @@ def simplify(program: Program) -> Program:
         f = histc(n, 4, 0, 3)             f = to.dtype(histc(to.dtype(n, float64), 4, 0, 3), int32)     (n is int32)
 
     Histograms of integers are computed in floats, since the CPU has no integer kernel. Clones are dropped unless the program
-    writes a buffer.
+    writes a buffer, and `contiguous` unless its memory is read as another dtype.
     Dropout stays unless its p is 0: a model captured for evaluation may be trained.
     """
     rewriter = Rewriter(program)
     returned = {output.value for output in program.outputs}
-    written = any(writes(op) for op in program.ops)
+    written, read = any(writes(op) for op in program.ops), _read_as_they_lie(program)
     for op in program.ops:
         if op.target == "aten.broadcast_tensors.default":
             _broadcast(op, program, rewriter)
             continue
         if op.target == "aten.clone.default" and written:  # the original may be written later
             rewriter.keep(op)
+            continue
+        if op.target == "aten.contiguous.default" and op.name in read:  # the original may lie otherwise
+            rewriter.keep(op, kwargs=())
             continue
         if op.several or not op.target.startswith("aten."):
             rewriter.keep(op)
@@ -52,6 +55,16 @@ def simplify(program: Program) -> Program:
         else:
             _spell(op, program, rewriter)
     return rewriter.finish()
+
+
+def _read_as_they_lie(program: Program) -> set[str]:
+    """The values whose memory is read as another dtype, in any shape."""
+    read = set[str]()
+    for op in reversed(program.ops):
+        kind = row_of(op).kind
+        if kind is OpKind.MEMORY or (kind is OpKind.RESHAPE and op.name in read):
+            read.update(op.operands[:1])
+    return read
 
 
 def _broadcast(op: Op, program: Program, rewriter: Rewriter) -> None:

@@ -37,6 +37,24 @@ def test_simplification_drops_ops_that_change_nothing(body: Callable[[torch.Tens
     assert targets(simplify(program(lambda x: body(x * 2) + 1, X))) == ["mul.Tensor", "add.Tensor"]
 
 
+@pytest.mark.parametrize(
+    "body, kept",
+    [
+        (
+            lambda x: torch.view_as_complex(torch.fft.irfft(torch.fft.rfft(x, dim=0), n=4, dim=0).contiguous().view(4, 3, 2)),
+            True,
+        ),
+        (lambda x: x.t().contiguous().view(torch.int32), True),
+        (lambda x: x.t().contiguous().view(-1, 2), False),
+    ],
+)
+def test_memory_that_is_read_as_another_dtype_lies_as_it_was_made(
+    body: Callable[[torch.Tensor], torch.Tensor], kept: bool
+) -> None:
+    simple = simplify(program(body, X))
+    assert ("contiguous.default" in targets(simple)) == kept
+
+
 def test_integers_are_counted_as_floats() -> None:
     simple = simplify(program(lambda n: torch.histc(n.int(), 4, 0, 3), torch.arange(4)))
     assert targets(simple) == ["to.dtype", "to.dtype", "histc.default", "to.dtype"]

@@ -63,7 +63,7 @@ TABLE: dict[str, Rule] = {
     "aten.resolve_conj.default": op("... -> ...", linear="self", alias=Alias.MAYBE),
     "aten.resolve_neg.default": op("... -> ...", linear="self", alias=Alias.MAYBE),
     "aten.view_as_real.default": op("... -> ... _", linear="self", alias=Alias.ALWAYS),
-    "aten.view_as_complex.default": op("... _ -> ...", linear="self", alias=Alias.ALWAYS),
+    "aten.view_as_complex.default": op("... _ -> ...", linear="self", alias=Alias.ALWAYS, kind=OpKind.MEMORY),
     "aten.angle.default": op("... -> ..."),
     "aten.sgn.default": op("... -> ..."),
     "aten.isreal.default": op("... -> ..."),

@@ -189,7 +189,7 @@ TABLE: dict[str, Rule] = {
     "aten.reshape_as.default": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
     "aten.view.default": op(reshape, linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.RESHAPE),
     "aten.view_as.default": op(reshape, linear="self", alias=Alias.ALWAYS, kind=OpKind.RESHAPE),
-    "aten.view.dtype": op(bits, alias=Alias.ALWAYS),
+    "aten.view.dtype": op(bits, alias=Alias.ALWAYS, kind=OpKind.MEMORY),
     "aten._unsafe_view.default": op(reshape, linear="self", alias=Alias.ALWAYS, local=result_size("size"), kind=OpKind.RESHAPE),
     "aten.flatten.using_ints": op(reshape, linear="self", alias=Alias.MAYBE, kind=OpKind.RESHAPE),
     "aten.unflatten.int": op(reshape, linear="self", alias=Alias.ALWAYS, local=unflattened, kind=OpKind.RESHAPE),
