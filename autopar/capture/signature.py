@@ -288,6 +288,9 @@ def _split(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_nested:
+        fix = "torch.nested.to_padded_tensor(x, 0.0), and a mask of what is padding"
+        raise InputError("an input is a nested tensor, whose rows have no common length to split", fix=fix)
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 

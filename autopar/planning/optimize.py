@@ -311,10 +311,11 @@ def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, setti
     formulated = memory_model.formulated
     least = smallest(formulated, memory_model, settings=settings)
     if least is None:
+        and_constraints, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
         return ConstraintError(
-            f"the strategy {options.strategy!r} and the constraints leave no way to run the model",
+            f"the strategy {options.strategy!r}{and_constraints} leave{'' if and_constraints else 's'} no way to run the model",
             constraints=options.text()["constraints"],
-            fix="drop a constraint, or use strategy='auto'",
+            fix=f"{drop}strategy='auto'",
         )
     alive, runs = memory_model.walk(least), formulated.analysis.step.microbatches
     peak, full = math.ceil(alive.max()), memory_model.held(assignment(formulated, least), int(alive.argmax()))[:5]

@@ -10,13 +10,13 @@ V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer M
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.analysis.repeated_blocks import blocks
 from autopar.errors import ConstraintError
 from autopar.ir.layout import State, split
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, Value
+from autopar.ir.program import Op, Program, Value
 from autopar.search_space.schemes import Scheme
 
 DIMS = ("batch", "sequence", "width")
@@ -70,16 +70,35 @@ def _inside(program: Program) -> Iterator[Value]:
 
 
 def _returned(program: Program) -> Iterator[Value]:
-    """The values (batch, sequence, features) that a block computes and others read."""
+    """The values (batch, sequence, features) that a block computes for others, or the sums to which such are added at once."""
     block = {op.name: name for name, ops in blocks(program).items() for op in ops}
-    made = {result.name: block[op.name] for op in program.ops if op.name in block for result in op.results}
-    outside = {name for op in program.ops for name in op.operands if name in made and made[name] != block.get(op.name)}
-    outside |= {output.value for output in program.outputs} & made.keys()
+    readers: dict[str, list[Op | None]] = {output.value: [None] for output in program.outputs}
+    for op in program.ops:
+        for name in op.operands:
+            readers.setdefault(name, []).append(op)
     batch = program.inputs[0].shape[:1]
-    for name in made:
-        value = program.values[name]
-        if name in outside and value.requires_grad and len(value.shape) == 3 and value.shape[:1] == batch:
-            yield value
+    for op in program.ops:
+        for value in op.results if op.name in block else ():
+            if value.requires_grad and len(value.shape) == 3 and value.shape[:1] == batch:
+                yield from _for_others(value, block[op.name], block, readers)
+
+
+def _for_others(
+    value: Value, own: str, block: Mapping[str, str], readers: Mapping[str, Sequence[Op | None]]
+) -> Iterator[Value]:
+    """A value that others than its block read; where it is only added, `x + drop(layer(x))`, outside of all blocks, the sum.
+
+    Nothing of what comes back from operators outside of all blocks, as where a model itself calls what is in them.
+    """
+    last, reading = value, readers.get(value.name, ())
+    while len(reading) == 1 and (op := reading[0]) and op.name not in block and op.results[0].shape == value.shape:
+        last = op.results[0]
+        if op.target == "aten.add.Tensor":
+            yield from _for_others(last, "", block, readers)
+            return
+        reading = readers.get(last.name, ())
+    if not all(op and block.get(op.name) == own for op in reading):
+        yield value
 
 
 __all__ = ["split_between_blocks"]

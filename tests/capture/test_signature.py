@@ -119,6 +119,12 @@ def test_an_argument_that_is_neither_tensor_nor_constant_is_refused() -> None:
         capture(Two(), (X, object()))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(InputError, match="an input is a nested tensor"):
+        capture(Two(), (torch.nested.nested_tensor([X[:2], X[:3]]), Y))
+
+
 def test_a_sample_that_forward_does_not_take_is_refused() -> None:
     with pytest.raises(InputError, match=r"does not fit Two\.forward"):
         capture(Two(), {"y": Y})
