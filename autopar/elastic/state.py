@@ -42,7 +42,7 @@ class TrainingState:
         moments = self._moments() if stepped else {}
         return found | {f"optimizer.{name}": one for name, one in moments.items() if isinstance(one, torch.Tensor)}
 
-    def saved_tensors(self, saved: Collection[str], rest: Rest) -> dict[str, torch.Tensor]:
+    def saved_tensors(self, saved: Collection[str], rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What a checkpoint with these tensors and this rest has in parts. Parameters that had no gradient when it was written
         have no state of the optimizer in it, where others have one."""
         found = self.tensors(stepped=bool(rest["step"]))
@@ -68,9 +68,9 @@ class TrainingState:
             known = {name: rest["optimizer"][name] for name in fresh if name in rest["optimizer"]}
             whole: dict[str, Any] = {**fresh, **given, **known}
             set_optimizer_state_dict(self.model, self.optimizer, whole, options=FLAT)
-            known = with_state([*tensors, *(f"optimizer.{name}" for name in rest["optimizer"])])
+            trained = with_state([*tensors, *(f"optimizer.{name}" for name in rest["optimizer"])])
             for name, parameter in self.model.named_parameters():
-                if name not in known:
+                if name not in trained:
                     self.optimizer.state.pop(parameter, None)
         if self.scheduler:
             if rest["scheduler"] is None:
