@@ -6,12 +6,12 @@ they take, for a micro-batch and once, and when actions start:
     start[a] >= start[b] + seconds of b, and of what its rank runs from there to a       b before a on the same rank
     start[a] >= start[b] + seconds of b + message                                        a needs what b makes
     step     >= start[a] + seconds of all that the rank of a has left to do              its W too, and what it does once
-    sum of work >= t,  sum of forwards >= f,  sum of what is done once >= o
+    sum of work >= t,  sum of forwards >= f,  sum of F and I >= i,  sum of what is done once >= o
 
 F and B (or I) come as in the schedule. A W may come anywhere behind its I, even in parts. The least step is a convex function
-of (t, f, o), and its dual solution is a bound for all other sums (duality of linear programming):
+of (t, f, i, o), and its dual solution is a bound for all other sums (duality of linear programming):
 
-    step >= messages + work t' + forward f' + once o'                                    for all t', f', o'
+    step >= messages + work t' + forward f' + inputs i' + once o'                        for all t', f', i', o'
 
 Of each rank the first and last `WINDOW` actions for every stage have a start: in between a steady state repeats, and the bound
 is less than 0.1% below that with all of them; of many ranks fewer have one.
@@ -20,12 +20,13 @@ is less than 0.1% below that with all of them; of many ranks fewer have one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.ir.device import Seconds
+from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.dependencies import made, needed
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 from autopar.solver.highs import Meaning, duals, load, run, values
@@ -39,55 +40,71 @@ Terms = Counter[int]  # by column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageSums:
+    """Seconds that all stages of a step take together: for a micro-batch (`work`), for its forward, for that and the gradients
+    of what stages receive (`inputs`: F and I, where backwards come in halves), and once a step."""
+
+    work: Seconds
+    forward: Seconds
+    inputs: Seconds
+    once: Seconds
+
+    @staticmethod
+    def of(stages: Sequence[StageSeconds]) -> StageSums:
+        """Those of known stages."""
+        return StageSums(
+            work=sum(one.busy for one in stages),
+            forward=sum(one.forward for one in stages),
+            inputs=sum(one.forward + one.backward_input for one in stages),
+            once=sum(one.once for one in stages),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CutBound:
-    """A step takes at least `messages` seconds, and so many more for each second that all of its stages together take for a
-    micro-batch (`work`), for its forward (`forward`), and once a step (`once`)."""
+    """A step takes at least `messages` seconds, and so many more for each second of what its stages take together."""
 
     messages: Seconds
     work: float
     forward: float
+    inputs: float
     once: float
 
-    def seconds(self, work: Seconds, forward: Seconds, once: Seconds) -> Seconds:
+    def seconds(self, sums: StageSums) -> Seconds:
         """What a step takes at least in stages that take so long together."""
-        return self.messages + self.work * work + self.forward * forward + self.once * once
+        timed = self.work * sums.work + self.forward * sums.forward + self.inputs * sums.inputs + self.once * sums.once
+        return self.messages + timed
 
 
 def least_of_cuts(
-    schedule: PipelineSchedule,
-    work: Seconds,
-    forward: Seconds,
-    once: Seconds,
-    *,
-    activations: Seconds = 0.0,
-    gradients: Seconds = 0.0,
+    schedule: PipelineSchedule, sums: StageSums, *, activations: Seconds = 0.0, gradients: Seconds = 0.0
 ) -> CutBound:
     """The bound that is the largest one for stages that take so long together; it holds for all others too.
 
     Args:
         schedule: a complete one, without messages.
-        work: seconds of all stages for one micro-batch, forward and backward.
-        forward: those of its forward.
-        once: seconds of what all of them do once.
+        sums: what all stages take.
         activations, gradients: what each message between ranks takes at least.
     """
     ranks, runs = len(schedule.ranks), schedule.microbatches
-    mean = CutBound(messages=0.0, work=runs / ranks, forward=0.0, once=1 / ranks)
-    unit = mean.seconds(work, forward, once)
+    mean = CutBound(messages=0.0, work=runs / ranks, forward=0.0, inputs=0.0, once=1 / ranks)
+    unit = mean.seconds(sums)
     if not unit:
         return mean
     matrix = _Starts(schedule, activations / unit, gradients / unit).matrix
-    stages = np.arange(schedule.stages) * 4
-    for parts, least in ((range(ONCE), work), ((FORWARD,), forward), ((ONCE,), once)):
-        columns = np.concatenate([stages + part for part in parts])
+    stages, inputs = np.arange(schedule.stages) * 4, sums.inputs if schedule.deferred else 0.0
+    parts = ((range(ONCE), sums.work), ((FORWARD,), sums.forward), ((FORWARD, FIRST), inputs), ((ONCE,), sums.once))
+    for of, least in parts:
+        columns = np.concatenate([stages + part for part in of])
         matrix.add_row(columns, np.ones(len(columns)), least / unit, np.inf)
     solver = load(matrix.block(np.concatenate(matrix.costs)))
     solver.setOptionValue("solver", "ipm")  # of four chunks on 16 ranks in 2.6 CPU seconds, by the simplex method in 6.7
     if run(solver) is not Meaning.SOLVED:
         return mean
-    by_work, by_forward, by_once = np.maximum(duals(solver)[-3:], 0.0).tolist()
-    rest = float(values(solver)[4 * schedule.stages]) * unit - by_work * work - by_forward * forward - by_once * once
-    return CutBound(messages=max(rest, 0.0), work=by_work, forward=by_forward, once=by_once)
+    work, forward, of_inputs, once = np.maximum(duals(solver)[-len(parts) :], 0.0).tolist()
+    found = CutBound(messages=0.0, work=work, forward=forward, inputs=of_inputs if schedule.deferred else 0.0, once=once)
+    least = float(values(solver)[4 * schedule.stages]) * unit
+    return replace(found, messages=max(least - found.seconds(sums), 0.0))
 
 
 class _Starts:
@@ -162,4 +179,4 @@ class _Starts:
         self.matrix.add_row(columns, np.array([1.0, -1.0, *(-count for count in after.values())]), more, np.inf)
 
 
-__all__ = ["CutBound", "least_of_cuts"]
+__all__ = ["CutBound", "StageSums", "least_of_cuts"]

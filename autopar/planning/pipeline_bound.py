@@ -1,20 +1,23 @@
 """The least that a step in pipeline stages takes, wherever the program is cut and whatever the layouts: proven without a cut.
 
 Let B(m) bound from below the price of m micro-batches in one stage, the whole program on the mesh without the pipeline's axis,
-in whatever memory, and F that of the forward of one. Stages share this work, and what crosses a cut, runs in several stages or
-is stored by several comes on top: with t the seconds of all stages for one micro-batch, f those of its forward, and o what they
-do once, m t + o >= B(m) for every m, and f >= F. With the duals of `cut_bound`, of all cuts by the schedule,
+in whatever memory, F that of the forward of one, and I that of the forward and the gradients of all but weights. Stages share
+this work, and what crosses a cut, runs in several stages or is stored by several comes on top: with t the seconds of all stages
+for one micro-batch, f those of its forward, i those of its F and I, and o what they do once, m t + o >= B(m) for every m,
+f >= F, and i >= I. With the duals of `cut_bound`, of all cuts by the schedule,
 
-    T >= messages + work t + forward f + once o >= messages + once B(work / once) + forward F
+    T >= messages + work t + forward f + inputs i + once o >= messages + once B(work / once) + forward F + inputs I
 
 where a message takes at least as long as the fewest bytes that pass between two stages, split over all devices of one. Stages
-may send weights in fewer buckets than the whole program, so that B and F have a few latencies too many: the bound is proven but
-for these, which count in tiny models only. Where
-work / once is no whole number, the next one is taken, of less of the price, but `MANY` at most; and F is at least what so many
-forwards take, but for what these do once. With s, the seconds of o that are then counted too often, of p ranks that have
-m t + o <= p T to do,
+may send weights in fewer buckets than the whole program, so that B, F and I have a few latencies too many: the bound is proven
+but for these, which count in tiny models only. Where work / once is no whole number, the next one is taken, of less of the
+price, but `MANY` at most; F and I are at least what so many take, but for what these do once. With s, the seconds of o that are
+then counted too often, of p ranks that have m t + o <= p T to do,
 
-    T >= messages + work t + forward f + once o - s o,    o <= p T - m t,    t >= (B(n) - o) / n
+    T >= messages + work t + forward f + inputs i + once o - s o,    o <= p T - m t,    t >= (B(n) - o) / n
+
+I is a price of the program with frozen weights. A stage's F and I are at least what it computes and waits for there; with the
+same layouts, and weights gathered all along, that program takes no longer.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from autopar.pipeline.clock import StageSeconds
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.plan.options import AUTO, INFERENCE, Options
 from autopar.plan.stages import StageSteps
-from autopar.planning.cut_bound import CutBound, least_of_cuts
+from autopar.planning.cut_bound import CutBound, StageSums, least_of_cuts
 from autopar.planning.optimize import analysed, least_price
 from autopar.solver.settings import SearchSettings
 
@@ -64,8 +67,7 @@ def least_step(
         known: what stages take that were found: for such the bound is the largest.
         options, settings: as the stages were planned.
     """
-    work, forward, once = (sum(parts) for parts in zip(*((one.busy, one.forward, one.once) for one in known), strict=True))
-    return UncutStep(step, mesh, link, options, settings).least(schedule, work, forward, once)
+    return UncutStep(step, mesh, link, options, settings).least(schedule, StageSums.of(known))
 
 
 class UncutStep:
@@ -84,10 +86,9 @@ class UncutStep:
         """Seconds that a step takes at least on so many ranks: none of them is ever idle then."""
         return self._price(self.runs) / ranks
 
-    def least(self, schedule: PipelineSchedule, work: Seconds, forward: Seconds, once: Seconds) -> Seconds:
-        """Seconds that a step takes at least by a schedule; the most where all of its stages together take so long for a
-        micro-batch, for its forward, and once."""
-        bound = self._of_cuts(schedule, work, forward, once)
+    def least(self, schedule: PipelineSchedule, sums: StageSums) -> Seconds:
+        """Seconds that a step takes at least by a schedule; the most where all of its stages together take so long."""
+        bound = self._of_cuts(schedule, sums)
         runs = math.ceil(_repeats(bound) - ROUNDING)
         return self._least(schedule, bound, runs, self._least_price(runs, exact=True))
 
@@ -100,20 +101,23 @@ class UncutStep:
         numbers = [0, self.runs, MANY]
         prices = [0.0, *map(self._price, numbers[1:])]
         work = (prices[2] - prices[1]) / (MANY - self.runs)
-        bound = self._of_cuts(schedule, work, self._forward, max(prices[1] - self.runs * work, work / MANY))
+        once = max(prices[1] - self.runs * work, work / MANY)
+        inputs = self._inputs if schedule.deferred else 0.0
+        bound = self._of_cuts(schedule, StageSums(work=work, forward=self._forward, inputs=inputs, once=once))
         runs = _repeats(bound)
         return self._least(schedule, bound, runs, float(np.interp(runs, numbers, prices)))
 
     def _least(self, schedule: PipelineSchedule, bound: CutBound, runs: float, price: Seconds) -> Seconds:
         """The bound, by the least price of so many micro-batches."""
-        share, forwards = bound.work / runs, bound.forward * self._forward if bound.forward else 0.0
-        excess, part = max(0.0, share + bound.forward / MANY - bound.once), schedule.microbatches / runs
-        least = bound.messages + (share + excess * part) * price + forwards
+        share, part = bound.work / runs, schedule.microbatches / runs
+        parts = bound.forward and bound.forward * self._forward, bound.inputs and bound.inputs * self._inputs
+        excess = max(0.0, share + (bound.forward + bound.inputs) / MANY - bound.once)
+        least = bound.messages + (share + excess * part) * price + sum(parts)
         return least / (1 + excess * (1 + part) * len(schedule.ranks))
 
-    def _of_cuts(self, schedule: PipelineSchedule, work: Seconds, forward: Seconds, once: Seconds) -> CutBound:
+    def _of_cuts(self, schedule: PipelineSchedule, sums: StageSums) -> CutBound:
         there, back = self._messages
-        return least_of_cuts(schedule, work, forward, once, activations=there, gradients=back)
+        return least_of_cuts(schedule, sums, activations=there, gradients=back)
 
     @functools.cached_property
     def _messages(self) -> tuple[Seconds, Seconds]:
@@ -124,6 +128,10 @@ class UncutStep:
     @functools.cached_property
     def _forward(self) -> Seconds:
         return least_forward(self.step, self.mesh, self.options, self.settings)
+
+    @functools.cached_property
+    def _inputs(self) -> Seconds:
+        return least_without_weights(self.step, self.mesh, self.options, self.settings)
 
     def _price(self, runs: int) -> Seconds:
         """Seconds that so many micro-batches take at least in one stage."""
@@ -153,6 +161,18 @@ def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: Se
     except ConstraintError:
         free = replace(given, strategy=AUTO)
         return least_price(analysed(alone, mesh, free), mesh, free, settings) / MANY
+
+
+def least_without_weights(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
+    """Seconds that the forward of a micro-batch and the gradients of all but weights take at least, by any strategy.
+
+    With a share of what is done once for `MANY` of them.
+    """
+    program = step.program
+    frozen = tuple(replace(one, value=replace(one.value, requires_grad=False)) for one in program.parameters)
+    alone = replace(repeated(step, MANY), program=replace(program, parameters=frozen))
+    free = replace(options, strategy=AUTO)
+    return least_price(analysed(alone, mesh, free), mesh, free, settings) / MANY
 
 
 def least_message(program: Program, mesh: Mesh, link: Link, *, back: bool) -> Seconds:
@@ -187,4 +207,4 @@ def forward_only(program: Program) -> Program:
     )
 
 
-__all__ = ["UncutStep", "least_forward", "least_message", "least_step", "repeated"]
+__all__ = ["UncutStep", "least_forward", "least_message", "least_step", "least_without_weights", "repeated"]
