@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -18,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from autopar.elastic.storage import CheckpointReader, CommittingWriter, begin, discard, load, packed
+from autopar.elastic.storage import CommittingWriter, TrainingReader, begin, discard, packed
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint_files import first_failure, load_checkpoint
 from autopar.runtime.lost_ranks import lost
 
 LOG = logging.getLogger("autopar")
@@ -42,7 +42,7 @@ class Checkpoints:
         self._saving: tuple[int, Future[Metadata]] | None = None
         self._token = self._of_rank_0(uuid.uuid4().hex)
 
-    def latest(self) -> CheckpointReader | None:
+    def latest(self) -> TrainingReader | None:
         """The newest one as rank 0 sees it; what earlier processes left unfinished is removed."""
         found = ""
         if self._rank == 0:
@@ -50,16 +50,12 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
             found = max((path.name for path in self._entries(NAME)), key=_step, default="")
         found = self._of_rank_0(found)
-        return CheckpointReader(self.folder / found) if found else None
+        return TrainingReader(self.folder / found) if found else None
 
-    def load(self, reader: CheckpointReader, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, reader: TrainingReader, tensors: dict[str, torch.Tensor]) -> None:
         """Load this rank's parts in place. Raises CheckpointError if it is one of another model or optimizer."""
         self._check(reader, tensors)
-        try:
-            load(reader, tensors, self.group)
-        except CheckpointException as error:
-            what = f"the checkpoint {reader.folder.name} cannot be read"
-            raise CheckpointError(what, error=_first(error)[1], folder=reader.folder) from error
+        load_checkpoint(tensors, reader, group=self.group, alone=self.group is None)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], rest: Mapping[str, Any]) -> None:
         """Begin to write the checkpoint of a step, after the one before is committed; the tensors may change afterwards."""
@@ -113,7 +109,7 @@ class Checkpoints:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def _check(self, reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, reader: TrainingReader, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise CheckpointError unless it has these tensors of all ranks, and no others."""
         own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         wanted, every = own, [own]
@@ -142,7 +138,7 @@ class Checkpoints:
 
     def _unwritten(self, step: int, error: BaseException) -> CheckpointError:
         """The error of a checkpoint that could not be written; what there is of it is removed."""
-        rank, reason = _first(error) if isinstance(error, CheckpointException) else (self._rank, str(error))
+        rank, reason = first_failure(error) if isinstance(error, CheckpointException) else (self._rank, str(error))
         if self._rank == 0:
             for left in self._entries(UNFINISHED):
                 shutil.rmtree(left, ignore_errors=True)
@@ -155,15 +151,6 @@ class Checkpoints:
             whole=whole,
             fix="make room or lower keep=, and start again: the training goes on from the last whole one",
         )
-
-
-def _first(error: CheckpointException) -> tuple[int, str]:
-    """The rank of the first failure, and what failed there: an error of the operating system if there is one."""
-    pairs = sorted((rank, failure[0]) for rank, failure in error.failures.items())
-    rank, reason = next(((r, e) for r, e in pairs if isinstance(e, OSError)), pairs[0])
-    if isinstance(reason, OSError) and reason.errno:
-        return rank, os.strerror(reason.errno)
-    return rank, str(reason).partition("\n")[0]
 
 
 def _step(name: str) -> int:

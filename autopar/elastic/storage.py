@@ -12,34 +12,22 @@ import io
 import os
 import pickle
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint_files import CheckpointReader, one_process_may
 
-METADATA, REST = ".metadata", "training.pt"
-KNOWN = {  # what torch's index of a checkpoint is made of
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-}  # fmt: skip
-PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+REST = "training.pt"
 
 
 class CommittingWriter(FileSystemWriter):
@@ -97,34 +85,8 @@ def packed(rest: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-class _Index(pickle.Unpickler):
-    """Reads torch's index, which is a pickle, and refuses any name that no index has."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class or dtype of a name in the pickle."""
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        path = module.partition(".")[0] == "pathlib" and name in PATHS
-        if dtype or path or name in KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-class CheckpointReader(FileSystemReader):
+class TrainingReader(CheckpointReader):
     """Reads a checkpoint of `CommittingWriter`. Raises CheckpointError for a damaged one."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.folder = folder
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index: what tensors there are, and where."""
-        try:
-            with (self.folder / METADATA).open("rb") as file:
-                found = _Index(file).load()
-            self._check(found)
-        except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.UnpicklingError) as error:
-            raise self._damaged(error) from error
-        return found  # type: ignore[no-any-return]
 
     def rest(self) -> Mapping[str, Any]:
         """What is stored whole."""
@@ -133,23 +95,22 @@ class CheckpointReader(FileSystemReader):
             if not isinstance(found, dict) or not isinstance(found.get("step"), int):
                 raise ValueError(f"{REST} is not of a training")
         except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-            raise self._damaged(error) from error
+            raise self.damaged(error) from error
         return found
 
-    def _check(self, found: object) -> None:
+    def check(self, index: Metadata) -> None:
         """Raise ValueError unless it is an index of tensors whose files are there, as long as they were."""
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-            raise ValueError("it has no index")
-        if wrong := [name for name, one in found.state_dict_metadata.items() if not isinstance(one, TensorStorageMetadata)]:
+        if wrong := [name for name, one in index.state_dict_metadata.items() if not isinstance(one, TensorStorageMetadata)]:
             raise ValueError(f"{wrong[0]} is not a tensor")
         ends: dict[str, int] = {}
-        for place in found.storage_data.values():
+        for place in index.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         for name, end in ends.items():
             if Path(name).name != name or (self.folder / name).stat().st_size < end:
                 raise ValueError(f"{name} is shorter than {end} bytes")
 
-    def _damaged(self, error: Exception) -> CheckpointError:
+    def damaged(self, error: Exception) -> CheckpointError:
+        """The error of what cannot be read."""
         said = str(error).partition("\n")[0]
         fix = f"remove {self.folder}: the training goes on from the checkpoint before"
         return CheckpointError(f"the checkpoint {self.folder.name} is damaged", error=said, folder=self.folder, fix=fix)
@@ -160,7 +121,7 @@ def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dis
     if group is None:
         done: Future[Metadata] = Future()
         try:
-            with _alone():
+            with one_process_may():
                 done.set_result(state_dict_saver.save(tensors, storage_writer=writer, no_dist=True))
         except (CheckpointException, OSError) as error:
             done.set_exception(error)
@@ -170,22 +131,4 @@ def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dis
     return saved
 
 
-def load(reader: CheckpointReader, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Load in place this rank's parts of what other ranks, perhaps more or fewer, have written."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    if group is None:
-        with _alone():
-            state_dict_loader.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    else:
-        state_dict_loader.load(tensors, storage_reader=reader, planner=planner, process_group=group)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Without torch's warning that there is a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
-
-
-__all__ = ["CheckpointReader", "CommittingWriter", "begin", "discard", "load", "packed"]
+__all__ = ["CommittingWriter", "TrainingReader", "begin", "discard", "packed"]

@@ -47,7 +47,7 @@ def parse_constraint(text: str) -> tuple[str, str]:
     """The name and the layout of a text such as "*.wte.weight=I, S(0)"; raises UsageError for any other text."""
     name, equals, layout = text.rpartition("=")
     if not equals or not name.strip():
-        raise UsageError(f"{text!r} is not a constraint", fix='NAME=LAYOUT, such as --constraint "*.wte.weight=I, S(0)"')
+        raise UsageError(f"{text!r} is not a constraint", fix='NAME=LAYOUT, such as "*.wte.weight=I, S(0)"')
     return name.strip(), layout.strip()
 
 

@@ -246,7 +246,7 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explan
     """The model that the command line names, planned as it asks or as a plan that was saved says."""
     if options.plan:
         others = [name for name in PLANNING if name != "device"]
-        refuse(options, (*others, "devices"), f"{options.plan} is a saved plan", "cannot change it", "leave --plan out")
+        refuse(options, (*others, "devices"), f"{options.plan} is a saved plan", "cannot change it", "leave it out, or --plan")
         tell("building the model")
         model, sample = built(options.target)
         return explained_before(_loaded(options.plan), model, sample, options.device, phases(tell))

@@ -26,8 +26,6 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from autopar.codegen import ParallelModule
@@ -35,6 +33,7 @@ from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
 from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.training_state import drop_state, name_groups, state_of, unsaved, unstepped
+from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint
 
 STATES = "autopar"  # the entry of a checkpoint that has the random states
 
@@ -143,10 +142,11 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     def _load_parts(self, folder: Path, weights_only: bool) -> dict[str, object]:
         """Load the model from a folder of parts, and optimizers where it has them."""
-        module, saved = self.lightning_module, FileSystemReader(folder).read_metadata().state_dict_metadata
+        module, reader = self.lightning_module, CheckpointReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
         names = {parameter: name for name, parameter in module.named_parameters()}
         state = {"state_dict": get_model_state_dict(module)}
-        state_dict_loader.load(state, checkpoint_id=str(folder))
+        load_checkpoint(state, reader)
         module.load_state_dict(state["state_dict"], strict=module.strict_loading)
         for number, optimizer in enumerate(self.optimizers):
             own = f"optimizer_{number}"
@@ -158,7 +158,7 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
                     for option in [*group]:  # a scheduler that was made after it was saved adds one
                         if not _has(saved, f"{own}.param_groups.{place}.{option}"):
                             del group[option]
-                state_dict_loader.load(steps, checkpoint_id=str(folder))
+                load_checkpoint(steps, reader)
                 optimizer.load_state_dict(state_of(optimizer, names, steps[own]))
         found: dict[str, object] = torch.load(folder / _METADATA_FILENAME, weights_only=weights_only)
         return found

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
+from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint, one_process_may
 
 OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, and its settings
 
@@ -34,19 +35,21 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
     name_groups(groups, parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     writer = FileSystemWriter(folder, overwrite=True)  # of a state that was saved there before
-    state_dict_saver.save(states, storage_writer=writer)
+    with one_process_may():
+        state_dict_saver.save(states, storage_writer=writer)
 
 
 def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
     """Read this rank's parts of what perhaps another number of ranks wrote; every rank calls it.
 
-    Raises InputError where none of the parameters of an optimizer's group was in one, and for LBFGS.
+    Nothing that a file says is executed. Raises CheckpointError for a checkpoint that is damaged, or of another model or
+    optimizer; InputError where the parameters of an optimizer's group were in none, or in several, and for LBFGS.
     """
     with unstepped(optimizers):
         weights, steps = get_state_dict(parallel, list(optimizers))
-    drop_state(steps, unsaved(steps, FileSystemReader(folder).read_metadata().state_dict_metadata, "optimizer"))
-    states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
-    state_dict_loader.load(states, checkpoint_id=str(folder))
+    reader = CheckpointReader(folder)
+    drop_state(steps, unsaved(steps, reader.read_metadata().state_dict_metadata, "optimizer"))
+    load_checkpoint({"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}, reader)
     set_model_state_dict(parallel, weights)
     names = {parameter: name for name, parameter in parallel.named_parameters()}
     for optimizer in optimizers:
@@ -112,10 +115,10 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
     for group in optimizer.param_groups:
         own = [names[parameter] for parameter in group["params"]]
         saved = next((one for one in steps["param_groups"] if not set(own).isdisjoint(one["params"])), None)
-        if own and saved is None:
-            raise InputError(
-                f"no group of parameters that was saved has {own[0]}", fix="an optimizer of the parameters that were saved"
-            )
+        if left := set(own).difference(saved["params"] if saved else ()):
+            what = f"no group of parameters that was saved has {next(name for name in own if name in left)}"
+            what += f", and {own[0]}" if saved and own[0] not in left else ""
+            raise InputError(what, fix="an optimizer with the groups of parameters that were saved")
         numbers |= {name: number for number, name in enumerate(own, len(numbers))}
         kept = {key: group[key] for key in ("param_names",) if key in group}  # of an optimizer that was given names
         groups.append({**group, **(saved or {}), **kept, "params": [numbers[name] for name in own]})
@@ -123,8 +126,8 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 
 
 def load_weights(parallel: ParallelModule, folder: str | Path) -> None:
-    """Read this rank's parts of the weights alone; every rank calls it."""
-    state_dict_loader.load({"model": parallel.state_dict()}, checkpoint_id=str(folder))
+    """Read this rank's parts of the weights alone; every rank calls it. Raises CheckpointError for what cannot be read."""
+    load_checkpoint({"model": parallel.state_dict()}, CheckpointReader(folder))
 
 
 __all__ = [

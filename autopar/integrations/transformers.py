@@ -49,6 +49,7 @@ UNSUPPORTED = {  # arguments of the library that reach into a module of its own,
     "gradient_checkpointing": 'recompute="blocks" of autopar.parallelize',
     "label_smoothing_factor": "a forward that computes the smoothed loss",
     "neftune_noise_alpha": "a forward that adds the noise",
+    "predict_with_generate": "autopar.integrations.generation.parallel_generator, called with the batches of evaluation",
 }
 FULL_EVAL = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what NAME_full_eval casts the module to, behind training
 

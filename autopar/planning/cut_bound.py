@@ -51,7 +51,7 @@ class StageSums:
 
     @staticmethod
     def of(stages: Sequence[StageSeconds]) -> StageSums:
-        """Those of known stages."""
+        """The sums over known stages."""
         return StageSums(
             work=sum(one.busy for one in stages),
             forward=sum(one.forward for one in stages),

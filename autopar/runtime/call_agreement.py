@@ -35,7 +35,7 @@ FIXES = {
     "mode": "call train() and eval() on every rank, and evaluate on all of them: a forward is a collective",
     "gradients": "call the module under torch.no_grad() on every rank or on none",
     "trained": "set requires_grad of the same parameters and inputs on every rank",
-    "size": "give every rank the whole batch, padded to the same size",
+    "size": "give every rank as much: the whole batch, or parts of one size where they are sharded; pad the shorter ones",
     VALUES: "give every rank the whole batch: seed the data loader alike, and do not shard it (no DistributedSampler)",
     PART: "load this rank's part, which ranks of one data_rank share: parallel.shard(batch), or parallel.sampler(dataset)",
 }

@@ -188,7 +188,7 @@ class InputParts:
                 f"argument {path} cannot be cut as the plan splits it",
                 given=list(shape),
                 planned=f"{list(planned)}, split {words}",
-                fix="give the whole batch, of a size that the mesh divides",
+                fix="a size that is a multiple of the parts: of the ranks that split it, times the micro-batches",
             ) from error
 
 

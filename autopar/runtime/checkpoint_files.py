@@ -1,0 +1,135 @@
+"""Folders of torch.distributed.checkpoint: read without running what they say, and errors that say what is wrong with one.
+
+torch unpickles the index of a checkpoint, and every entry that is no tensor, with all that a pickle may call.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from autopar.errors import CheckpointError
+
+METADATA = ".metadata"
+KNOWN = {  # what torch's index of a checkpoint is made of
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "collections": ("OrderedDict",),
+}  # fmt: skip
+PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+
+
+class _Index(pickle.Unpickler):
+    """Reads torch's index, which is a pickle, and refuses any name that no index has."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or dtype of a name in the pickle."""
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        path = module.partition(".")[0] == "pathlib" and name in PATHS
+        if dtype or path or name in KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint. Raises CheckpointError for one that is damaged, or not there."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self.folder = Path(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index: what there is, and where."""
+        try:
+            with (self.folder / METADATA).open("rb") as file:
+                found = _Index(file).load()
+            if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+                raise ValueError("it has no index")
+            self.check(found)
+        except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+            raise self.damaged(error) from error
+        return found
+
+    def check(self, index: Metadata) -> None:
+        """Raise ValueError for an index of what this reader does not read."""
+
+    def damaged(self, error: Exception) -> CheckpointError:
+        """The error of what cannot be read."""
+        there = self.folder.is_dir()
+        said = str(error).partition("\n")[0]
+        fix = "an older checkpoint" if there else "the folder into which every rank saved"
+        what = f"the checkpoint {self.folder.name} is {'damaged' if there else 'not there'}"
+        return CheckpointError(what, error=said if there else None, folder=self.folder, fix=fix)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Loads entries that are no tensors as tensors, numbers, texts and containers of them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Give an entry its place in what is loaded."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def load_checkpoint(
+    state: dict[str, Any], reader: CheckpointReader, *, group: dist.ProcessGroup | None = None, alone: bool = False
+) -> None:
+    """Load this rank's parts in place, of what other ranks, perhaps more or fewer, have written; every rank calls it.
+
+    Args:
+        state: tensors, objects with a `state_dict`, and dicts of them.
+        reader: of the checkpoint.
+        group: the ranks; by default all.
+        alone: whether this process loads by itself.
+
+    Raises CheckpointError for what is damaged, or lacks a part of `state`.
+    """
+    try:
+        with one_process_may():
+            state_dict_loader.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=alone)
+    except CheckpointException as error:
+        _, reason = first_failure(error)
+        what, fix = f"the checkpoint {reader.folder.name} cannot be read", "the model and the optimizers that it was saved with"
+        raise CheckpointError(what, error=reason, folder=reader.folder, fix=fix) from error
+
+
+@contextmanager
+def one_process_may() -> Iterator[None]:
+    """Without torch's warning that there is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def first_failure(error: CheckpointException) -> tuple[int, str]:
+    """The rank of the first failure, and what failed there: an error of the operating system if there is one."""
+    pairs = sorted((rank, failure[0]) for rank, failure in error.failures.items())
+    rank, reason = next(((r, e) for r, e in pairs if isinstance(e, OSError)), pairs[0])
+    if isinstance(reason, OSError) and reason.errno:
+        return rank, os.strerror(reason.errno)
+    return rank, str(reason).partition("\n")[0]
+
+
+__all__ = ["CheckpointReader", "first_failure", "load_checkpoint", "one_process_may"]
