@@ -240,7 +240,7 @@ def test_arguments_that_reach_into_the_module_are_refused(tmp_path: Path, option
     with pytest.raises(InputError, match=way_out):
         Trainer(parallel, source, args=arguments(tmp_path, 8, **options), train_dataset=DATA, eval_dataset=DATA)
     own = transformers.Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True)
-    with pytest.raises(InputError, match="predict_with_generate=True is not supported.*\n.*parallel_generator"):
+    with pytest.raises(InputError, match=r"predict_with_generate=True is not supported.*\n.*parallel_generator"):
         Trainer(parallel, source, args=own, train_dataset=DATA, eval_dataset=DATA)
     with pytest.raises(InputError, match="compute_loss_func is not supported"):
         Trainer(parallel, source, args=arguments(tmp_path, 8), compute_loss_func=len)
