@@ -148,7 +148,7 @@ def _begin(state: TrainingState, saved: Checkpoints) -> None:
         saved.wait()
     else:
         rest = reader.rest()
-        tensors = state.saved_tensors(reader.read_metadata().state_dict_metadata, rest)
+        tensors = state.saved_tensors(reader.read_metadata().state_dict_metadata, stepped=bool(rest["step"]))
         saved.load(reader, tensors)
         state.load_rest(rest, tensors)
     plan = state.model.autopar.plan

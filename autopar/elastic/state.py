@@ -42,11 +42,10 @@ class TrainingState:
         moments = self._moments() if stepped else {}
         return found | {f"optimizer.{name}": one for name, one in moments.items() if isinstance(one, torch.Tensor)}
 
-    def saved_tensors(self, saved: Collection[str], rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What a checkpoint with these tensors and this rest has in parts. Parameters that had no gradient when it was written
-        have no state of the optimizer in it, where others have one."""
-        found = self.tensors(stepped=bool(rest["step"]))
-        known = with_state(saved)
+    def saved_tensors(self, saved: Collection[str], *, stepped: bool) -> dict[str, torch.Tensor]:
+        """What a checkpoint with tensors of these names has in parts. Parameters that had no gradient when it was written have
+        no state of the optimizer in it, where others have one."""
+        found, known = self.tensors(stepped=stepped), with_state(saved)
         return {name: one for name, one in found.items() if not known or with_state([name]) <= known}
 
     def rest(self) -> Rest:

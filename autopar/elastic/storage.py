@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint_files import CheckpointReader, one_process_may
+from autopar.runtime.checkpoint_files import CheckpointReader, without_single_process_warning
 
 REST = "training.pt"
 
@@ -121,7 +121,7 @@ def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dis
     if group is None:
         done: Future[Metadata] = Future()
         try:
-            with one_process_may():
+            with without_single_process_warning():
                 done.set_result(state_dict_saver.save(tensors, storage_writer=writer, no_dist=True))
         except (CheckpointException, OSError) as error:
             done.set_exception(error)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_st
 from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
-from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint, one_process_may
+from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint, without_single_process_warning
 
 OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, and its settings
 
@@ -35,7 +35,7 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
     name_groups(groups, parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     writer = FileSystemWriter(folder, overwrite=True)  # of a state that was saved there before
-    with one_process_may():
+    with without_single_process_warning():
         state_dict_saver.save(states, storage_writer=writer)
 
 

@@ -110,9 +110,10 @@ class UncutStep:
     def _least(self, schedule: PipelineSchedule, bound: CutBound, runs: float, price: Seconds) -> Seconds:
         """The bound, by the least price of so many micro-batches."""
         share, part = bound.work / runs, schedule.microbatches / runs
-        parts = bound.forward and bound.forward * self._forward, bound.inputs and bound.inputs * self._inputs
+        forwards = bound.forward * self._forward if bound.forward else 0.0
+        inputs = bound.inputs * self._inputs if bound.inputs else 0.0
         excess = max(0.0, share + (bound.forward + bound.inputs) / MANY - bound.once)
-        least = bound.messages + (share + excess * part) * price + sum(parts)
+        least = bound.messages + (share + excess * part) * price + forwards + inputs
         return least / (1 + excess * (1 + part) * len(schedule.ranks))
 
     def _of_cuts(self, schedule: PipelineSchedule, sums: StageSums) -> CutBound:
@@ -164,14 +165,12 @@ def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: Se
 
 
 def least_without_weights(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
-    """Seconds that the forward of a micro-batch and the gradients of all but weights take at least, by any strategy.
+    """Seconds that the forward of a micro-batch and the gradients of all but weights take at least.
 
-    With a share of what is done once for `MANY` of them.
+    By any strategy and without constraints; with a share of what is done once for `MANY` of them.
     """
-    program = step.program
-    frozen = tuple(replace(one, value=replace(one.value, requires_grad=False)) for one in program.parameters)
-    alone = replace(repeated(step, MANY), program=replace(program, parameters=frozen))
-    free = replace(options, strategy=AUTO)
+    program = replace(step.program, parameters=frozen(step.program.parameters))
+    alone, free = replace(repeated(step, MANY), program=program), replace(options, strategy=AUTO, constraints={})
     return least_price(analysed(alone, mesh, free), mesh, free, settings) / MANY
 
 
@@ -195,16 +194,18 @@ def forward_only(program: Program) -> Program:
     def values(found: Iterable[Value]) -> tuple[Value, ...]:
         return tuple(replace(value, requires_grad=False) for value in found)
 
-    def held(found: Iterable[Parameter]) -> tuple[Parameter, ...]:
-        return tuple(replace(one, value=replace(one.value, requires_grad=False)) for one in found)
-
     return replace(
         program,
         ops=tuple(replace(op, results=values(op.results)) for op in program.ops),
         inputs=values(program.inputs),
-        parameters=held(program.parameters),
-        buffers=held(program.buffers),
+        parameters=frozen(program.parameters),
+        buffers=frozen(program.buffers),
     )
+
+
+def frozen(found: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Parameters without gradients."""
+    return tuple(replace(one, value=replace(one.value, requires_grad=False)) for one in found)
 
 
 __all__ = ["UncutStep", "least_forward", "least_message", "least_step", "least_without_weights", "repeated"]

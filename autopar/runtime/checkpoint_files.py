@@ -107,7 +107,7 @@ def load_checkpoint(
     Raises CheckpointError for what is damaged, or lacks a part of `state`.
     """
     try:
-        with one_process_may():
+        with without_single_process_warning():
             state_dict_loader.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         _, reason = first_failure(error)
@@ -116,7 +116,7 @@ def load_checkpoint(
 
 
 @contextmanager
-def one_process_may() -> Iterator[None]:
+def without_single_process_warning() -> Iterator[None]:
     """Without torch's warning that there is a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -132,4 +132,4 @@ def first_failure(error: CheckpointException) -> tuple[int, str]:
     return rank, str(reason).partition("\n")[0]
 
 
-__all__ = ["CheckpointReader", "first_failure", "load_checkpoint", "one_process_may"]
+__all__ = ["CheckpointReader", "first_failure", "load_checkpoint", "without_single_process_warning"]

@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def losses(folder: Path, steps: int, loader: str, optimizer: str) -> list[float]:
-    """Those of the steps that were left."""
+    """The losses of the steps that were left."""
     found: list[float] = []
 
     def train_step(state: elastic.TrainingState, batch: Any) -> torch.Tensor:

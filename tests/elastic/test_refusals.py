@@ -17,6 +17,7 @@ from torch import nn
 from autopar import elastic
 from autopar.errors import AutoparError, BudgetError, CheckpointError, ConstraintError, InputError, MeshError
 from tests.support.elastic_training import Model, build, logged, train
+from tests.support.hostile import Hostile
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -99,16 +100,6 @@ def without_rest(folder: Path) -> None:
 
 def of_garbage(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"not an index")
-
-
-class Hostile:
-    """What runs a command when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[[Path], object], tuple[Path]]:
-        return Path.touch, (self.mark,)
 
 
 def hostile_index(folder: Path) -> None:

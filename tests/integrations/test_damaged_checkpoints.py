@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError, CheckpointError, InputError
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
+from tests.support.hostile import Hostile
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
@@ -53,16 +54,6 @@ def saved(folder: Path, optimizer: OptimizerOf, **options: object) -> None:
     own.step()
     own.param_groups[0].update(options)
     save_training_state(parallel, [own], folder)
-
-
-class Hostile:
-    """What makes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[[Path], object], tuple[Path]]:
-        return Path.touch, (self.mark,)
 
 
 def test_no_index_and_no_entry_of_a_checkpoint_is_run(tmp_path: Path) -> None:
