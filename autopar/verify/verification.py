@@ -68,7 +68,7 @@ def verify(
     inputs = captured.signature.bind(*arguments(sample_input))
     rows, surplus, missing = compare(captured, tensors, inputs, plan, place, pool)
     with torch.set_grad_enabled(not plan.inference):
-        rows += _against_module(model, sample_input, captured, tensors, inputs)
+        rows += _against_module(model, sample_input, captured, tensors, inputs, as_given=options.precision is None)
     notes = [*_notes(captured.program), *(f"may vary: {size}" for size in plan.dynamic)]
     if ("use_cache", False) in captured.signature.defaults and "use_cache" not in arguments(sample_input)[1]:
         notes.append("the module ran without use_cache, as the sample has it; the parallel one with use_cache=False")
@@ -239,9 +239,18 @@ def check(payload: _Payload) -> RankResult:
 
 
 def _against_module(
-    model: nn.Module, sample: object, captured: Captured, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+    model: nn.Module,
+    sample: object,
+    captured: Captured,
+    tensors: Mapping[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    as_given: bool,
 ) -> list[ReportRow]:
-    """Compare the captured program with the user's module in its own dtype: outputs, buffers, and the worst gradient."""
+    """Compare the captured program with the user's module in its own dtype: outputs, buffers, and the worst gradient.
+
+    `as_given` says that the plan leaves the module's precision alone, so that outputs have its dtypes, too.
+    """
     program = without_dropout(captured.program)
     ours = results(sequential(replace(captured, program=program), tensors), program, [one.detach() for one in inputs])
     theirs = module_results(model, sample, captured)
@@ -250,6 +259,8 @@ def _against_module(
     for what, name in theirs.keys() - ours.keys():
         ours[what, name] = tensors[name] if what == "buffer" else torch.zeros_like(theirs[what, name])
     errors = {key: error(ours[key].detach(), expected) for key, expected in theirs.items()}
+    if as_given:
+        errors |= {key: math.inf for key, expected in theirs.items() if key[0] == "output" and ours[key].dtype != expected.dtype}
     rows = [(name if what == "output" else f"{what} {name}", e) for (what, name), e in errors.items() if what != "gradient"]
     gradients = {name: error for (what, name), error in errors.items() if what == "gradient"}
     if gradients:

@@ -103,6 +103,24 @@ def test_the_module_runs_as_the_sample_calls_it_with_its_cache() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+class CastOnCpu(nn.Module):
+    """On a CPU torch leaves the norm in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.norm(x @ x.t())
+
+
+def test_an_output_of_another_dtype_than_the_modules_is_not_equal() -> None:
+    report = autopar.verify(CastOnCpu(), torch.randn(8, 8), (1,))
+    assert [(row.what, row.name) for row in report.rows if not row.ok] == [("capture", "0")]
+    assert autopar.verify(CastOnCpu(), torch.randn(8, 8), (1,), precision="bf16-mixed").ok
+
+
 def test_compiled_functions_of_the_module_run_eagerly() -> None:
     kept = torch.compile(lambda x: x * (torch.rand_like(x) > 0.3), backend="aot_eager")
 
