@@ -255,10 +255,9 @@ class Lowering:
         if not aten(str(node.target)):
             fix = "make it an operator that returns what it computes (mutates_args=())"
             raise CaptureError(f"{node.target} writes into an argument", at=nodes.source(node), fix=fix)
-        if not isinstance(place, Handle):
-            raise CaptureError(
-                f"{node.target} writes into an argument", at=nodes.source(node), fix="use the form that returns its result"
-            )
+        if not isinstance(place, Handle) or not nodes.writes_one(node):
+            said = f"{node.target} writes into {nodes.written(node)}"
+            raise CaptureError(said, at=nodes.source(node), fix="use an operator that returns its result")
         now = tuple(_now(a) for a in args)
         keywords = tuple((name, _now(a)) for name, a in kwargs)
         if place.storage.owner.endswith(_COUNTER):

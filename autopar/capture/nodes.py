@@ -38,6 +38,18 @@ def writes(target: torch._ops.OpOverload) -> bool:
     return bool(target._schema.is_mutable)
 
 
+def written(node: fx.Node) -> str:
+    """The arguments that a node's operator writes into, by their names in its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return ", ".join(a.name for a in node.target._schema.arguments if a.is_write)
+
+
+def writes_one(node: fx.Node) -> bool:
+    """Whether a node's operator writes into one tensor: its first argument, or `out`."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return written(node) in (node.target._schema.arguments[0].name, "out")
+
+
 def needed(graph: fx.Graph) -> frozenset[fx.Node]:
     """The nodes that results or in-place writes depend on; nodes that only assertions read are not needed."""
     found: set[fx.Node] = set()

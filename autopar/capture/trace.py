@@ -141,7 +141,8 @@ def explained(error: Exception, model: str) -> AutoparError:
         return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
     if unknown := next((found for link in source_location.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
         name = next(filter(None, unknown.groups()))
-        return CaptureError(f"{name} has no fake implementation, so the shapes of its results are unknown", at=at, fix=_FAKE)
+        fix = "torch has none for it: write what it computes with other operators" if name.startswith("aten") else _FAKE
+        return CaptureError(f"{name} has no fake implementation, so the shapes of its results are unknown", at=at, fix=fix)
     fix = "see the error above this one"
     if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said:
         fix = _DEVICE

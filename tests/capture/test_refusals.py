@@ -144,6 +144,16 @@ def turned_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x + self.kept.unsqueeze_(0)
 
 
+def quantized(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return torch.fake_quantize_per_tensor_affine(self.lin(x), 0.1, 0, -128, 127)
+
+
+def observed(self: Does, x: torch.Tensor) -> torch.Tensor:
+    on, low, high, scale = (torch.ones(1) for _ in range(4))
+    numbers = low, high, scale, on.int()
+    return torch.fused_moving_avg_obs_fake_quant(self.lin.weight, on, on, *numbers, 0.01, -128, 127, -1) @ x.t()
+
+
 def resized(self: Does, x: torch.Tensor) -> torch.Tensor:
     return self.lin(x).detach().resize_(3)
 
@@ -178,6 +188,8 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (loaded, "forward uses a tensor that the graph cannot contain", "register it as a buffer"),
         (tangent, "levels of forward-mode differentiation are no operators", "torch.func.jvp"),
         (turned_buffer, "aten.unsqueeze_.default changes the buffer kept", "the form that returns its result"),
+        (quantized, "fake_quantize_per_tensor_affine_cachemask has no fake implementation", "with other operators"),
+        (observed, "obs_fake_quant.default writes into running_min, running_max, scale, zero_point", "returns its result"),
         (resized, "aten.resize_.default changes the size of a tensor", "reshape"),
         (broken, "Does cannot be captured: no such thing", "the error above"),
     ],
