@@ -1,33 +1,107 @@
-"""Which `autograd.Function` may be traced through its forward: one whose gradient is autograd's of it, by numbers."""
+"""What becomes of an `autograd.Function`: only its forward is traced where its gradient is autograd's of that, by numbers.
+
+Others are operators (`autopar.operators.autograd_functions`). Functions are run in a thread of their own, where nothing is
+traced, on random operands; in place of large ones on small ones, in which equal sizes are equal.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import Function, FunctionCtx
 from torch.utils import _pytree as pytree
 
+from autopar.operators.autograd_functions import FunctionOperator, operator_of, tried
+
 _SCALES = (1e-3, 1.0, 1e3)  # of operands and of incoming gradients: a clamp shows in one of them
 _LIMIT = 2**22  # elements of the operands
 _NEAR = 1e-9  # of the largest element of a result or a gradient
+_SIZES = (6, 10, 4, 14, 12, 8)  # in the place of large ones
+_LARGE = 16
+
+_Found = TypeVar("_Found")
+Handler = Callable[[type[Function], tuple[object, ...]], object]
+
+
+@contextlib.contextmanager
+def intercepted(handler: Handler) -> Iterator[None]:
+    """Ask a handler what `apply` of a function returns in this thread; NotImplemented for what it returns by itself."""
+    tracing = threading.get_ident()
+    base: Any = Function.__mro__[1]  # torch has no other place: Function.apply calls the `apply` that this class inherits
+
+    def apply(cls: Any, /, *args: object, **kwargs: object) -> object:
+        if threading.get_ident() == tracing and (found := handler(cls, args)) is not NotImplemented:
+            return found
+        return super(base, cls).apply(*args, **kwargs)
+
+    before = vars(base).get("apply")
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
 
 
 def by_autograd(function: type[Function], args: Sequence[object]) -> bool:
-    """Whether a function has the results and gradients of its forward under autograd, for random operands of these shapes.
+    """Whether a function has the results and gradients of its forward under autograd; False for one that cannot be run."""
+    return _apart(lambda: _equal(function, args if _elements(args) <= _LIMIT else _small(args))) is True
 
-    In a thread of its own, where nothing is traced. False for one that cannot be run so.
-    """
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    if sum(tensor.numel() for tensor in tensors) > _LIMIT:
-        return False
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(_equal(function, args)))
+
+def as_operator(function: type[Function], args: Sequence[object]) -> FunctionOperator | None:
+    """The operator that calls a function on operands like these; None for one that no operator can call."""
+    ways: list[Callable[[Sequence[object]], list[object]]] = [_small, list] if _elements(args) <= _LIMIT else [_small]
+    made = (_apart(functools.partial(_operator, function, args, way, below)) for way in ways for below in (2, 1))
+    return next(filter(None, made), None)  # there may be no place 1
+
+
+def _operator(
+    function: type[Function], args: Sequence[object], sized: Callable[[Sequence[object]], list[object]], below: int
+) -> FunctionOperator | None:
+    """The operator that calls a function, tried on random operands with integers below a number."""
+    generator = torch.Generator().manual_seed(0)
+    operands = _operands(sized(args), 1.0, lambda shape: torch.randint(below, shape, generator=generator), generator)
+    call = tried(function, operands)
+    return operator_of(call, [one.detach() for one in operands if isinstance(one, torch.Tensor)]) if call else None
+
+
+def _apart(run: Callable[[], _Found]) -> _Found | None:
+    """What a call returns in a thread of its own; None if it raises anything: the code is someone else's."""
+    found: list[_Found] = []
+
+    def target() -> None:
+        with contextlib.suppress(Exception):
+            found.append(run())
+
+    thread = threading.Thread(target=target)
     thread.start()
     thread.join()
-    return found == [True]
+    return found[0] if found else None
+
+
+def _elements(args: Sequence[object]) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+
+
+def _small(args: Sequence[object]) -> list[object]:
+    """The arguments with empty tensors in which large dims are small, equal ones equally so."""
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    sizes = {size for tensor in tensors for size in tensor.shape}
+    free = (size for size in _SIZES if size not in sizes)
+    least = {size: next(free, size) if size >= _LARGE else size for size in sorted(sizes, reverse=True)}
+
+    def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+        shape = [least[size] for size in tensor.shape]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    return list(pytree.tree_map_only(torch.Tensor, shrunk, list(args)))
 
 
 def _equal(function: type[Function], args: Sequence[object]) -> bool:
@@ -50,7 +124,7 @@ def _alike(function: type[Function], args: Sequence[object], integer: int) -> bo
         (value, expected)
         for scale in _SCALES
         for size in _SCALES
-        for given in [_operands(args, scale, integer, generator)]
+        for given in [_operands(args, scale, lambda shape: torch.full(shape, integer), generator)]
         for value, expected in zip(
             _results(function, given, size, applied=True), _results(function, given, size, applied=False), strict=True
         )
@@ -68,12 +142,14 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(found.max()) if found.numel() else 0.0
 
 
-def _operands(args: Sequence[object], scale: float, integer: int, generator: torch.Generator) -> list[object]:
-    """Random tensors in double precision for those that are floating, of one integer for others."""
+def _operands(
+    args: Sequence[object], scale: float, integers: Callable[[torch.Size], torch.Tensor], generator: torch.Generator
+) -> list[object]:
+    """Random tensors in double precision for those that are floating, of `integers` for others."""
 
     def real(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.is_floating_point():
-            return torch.full(leaf.shape, integer, dtype=leaf.dtype)
+            return integers(leaf.shape).to(leaf.dtype)
         drawn = torch.randn(leaf.shape, dtype=torch.float64, generator=generator) * scale
         return drawn.requires_grad_(leaf.requires_grad)
 

@@ -1,8 +1,8 @@
 """Guards around tracing: raise an error for what torch.export would drop silently, and help it over what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
-`x[[1, 2]]` on the meta device has no numbers. The first is refused where that is not all (`autopar.capture.custom_functions`),
-and hooks are; the others are made of operators that carry them.
+`x[[1, 2]]` on the meta device has no numbers. The first is an operator where that is not all (`autopar.capture.custom_functions`),
+hooks are refused; the others are made of operators that carry them.
 What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
 embeddings are spelt out: `autopar.capture.embedding_bag`.
 
@@ -53,7 +53,6 @@ from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
 
 LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
-_APPLY = vars(Function)["apply"].__func__.__code__
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -83,7 +82,8 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
         held = {name: one.tensor for name, one in held_tensors(module).items()}
         known = KnownValues(dict(module.named_buffers()) | held, values)
         carried = CarriedTensors(module)
-        with Guards(generators, answers, known, carried) as guards:
+        guards = Guards(generators, answers, known, carried)
+        with guards, custom_functions.intercepted(guards.applied):
             result = call(*args, **kwargs)
         guards.repairs.refuse()
         made.append(Traces(changes(module, before), carried.made(), known.decided))
@@ -121,7 +121,8 @@ class Guards(TorchFunctionMode):
         self.generators, self.answers, self.known, self.carried = generators, answers, known, carried
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
-        self.functions: dict[str, bool] = {}  # whether they may be traced
+        self.functions: dict[str, Callable[..., object]] = {}  # what is called in the place of those that are applied
+        self.applying = False  # an operator, which applies a function itself
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -143,7 +144,6 @@ class Guards(TorchFunctionMode):
         asker: FrameType,
     ) -> object:
         """What a function of torch returns while the model is traced."""
-        self.refuse_function(asker)
         self.generators.refuse(source_location.of_frame(asker))
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
@@ -172,26 +172,34 @@ class Guards(TorchFunctionMode):
             return self.enter(func, args, given)
         return self.known.reading(func, args, given, asker)
 
-    def refuse_function(self, frame: FrameType | None) -> None:
-        """Raise CaptureError inside of an `autograd.Function` whose backward is its own: it calls at least `view_as`."""
-        while frame is not None:
-            if frame.f_code is _APPLY and not self.as_autograd(frame.f_locals["cls"], frame.f_locals["args"]):
-                raise CaptureError(
-                    f"the backward of {frame.f_locals['cls'].__qualname__} would be lost: it is an autograd.Function, and its "
-                    "gradient is not autograd's of its forward",
-                    at=source_location.of_frame(frame),
-                    fix="make it an operator with torch.library.custom_op and register_autograd",
-                )
-            frame = frame.f_back
+    def applied(self, function: type[Function], args: tuple[object, ...]) -> object:
+        """What an `autograd.Function` returns, if only its forward cannot be traced: the result of an operator.
 
-    def as_autograd(self, function: type[Function], args: tuple[object, ...]) -> bool:
-        """Whether a function is torch's own, or its gradient what autograd has for its forward."""
-        if function.__module__.partition(".")[0] == "torch":
-            return True
+        Raises CaptureError for one that no operator can call.
+        """
+        if self.applying or function.__module__.partition(".")[0] == "torch":
+            return NotImplemented
         key = f"{id(function)}{[(one.shape, one.requires_grad) if isinstance(one, torch.Tensor) else one for one in args]}"
         if key not in self.functions:
-            self.functions[key] = custom_functions.by_autograd(function, args)
-        return self.functions[key]
+            self.functions[key] = self.function(function, args)
+        self.applying = True
+        try:
+            return self.functions[key](*(one for one in args if isinstance(one, torch.Tensor)))
+        finally:
+            self.applying = False
+
+    def function(self, function: type[Function], args: tuple[object, ...]) -> Callable[..., object]:
+        """What is called in the place of a function."""
+        if custom_functions.by_autograd(function, args):
+            return lambda *_: NotImplemented
+        if made := custom_functions.as_operator(function, args):
+            return made
+        raise CaptureError(
+            f"the backward of {function.__qualname__} would be lost: it is an autograd.Function, and its gradient is not "
+            "autograd's of its forward",
+            at=source_location.of_frame(sys._getframe(2)),
+            fix="make it an operator with torch.library.custom_op and register_autograd",
+        )
 
     def enter(self, function: FunctionType, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a function of torch that is written in Python so that what it calls is guarded too."""

@@ -76,11 +76,12 @@ RETURNING = {
     "aten.transpose_.default": "aten.transpose.int",
 }  # fmt: skip
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
+FOUND: dict[str, Rule] = {}  # of the user's autograd functions, by `autopar.operators.autograd_functions`
 
 
 def rule_of(target: str) -> Rule | None:
     """The rule of an operator: the user's, else that of the tables."""
-    return REGISTERED.get(target) or RULES.get(target) or OTHERS.get(target)
+    return REGISTERED.get(target) or RULES.get(target) or FOUND.get(target) or OTHERS.get(target)
 
 
 def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> OpSharding | None:

@@ -107,6 +107,7 @@ class OpSharding:
     linear: tuple[frozenset[int], ...] = ()  # groups of operand positions in which the op is jointly linear
     asks: tuple[tuple[str, int, int, int], ...] = ()  # ("operand"|"result", position, dim, factor): wants a blocked split
     random: bool = False  # draws random numbers
+    whole_gradient: bool = False  # its backward takes no gradient that is partial
     distributed: tuple[ParallelForm, ...] = ()
     own: OwnRows | None = None  # where it is known from the program that it may run on own rows
     text: str = field(default="", compare=False, repr=False)  # the pattern that was laid over the shapes
@@ -173,6 +174,7 @@ class Rule:
     linear: tuple[tuple[str, ...], ...] = ()  # groups of argument names in which the op is jointly linear
     local: Callable[[Call, Local], dict[str, Argument]] | None = None  # static arguments for local shapes, by name
     averages: Callable[[Call], bool] | None = None  # whether what is summed away is then divided by its global count
+    whole_gradient: bool = False  # whether the backward of a sum of gradients is not the sum of their backwards
     when: tuple[tuple[str, Argument], ...] = ()  # static arguments that a call must have; other calls have no rule
     distributed: tuple[ParallelForm, ...] = ()  # other ways to split it
     own_order: OwnOrderRule | None = None  # whether it may run on a rank's own rows where something is known of its operands
@@ -217,7 +219,7 @@ class Rule:
         if not known or any(call.arguments.get(name) != value for name, value in self.when):
             return None
         fitted = self.shapes(call) if self.shapes else call.fit(self.text)
-        return replace(fitted, random=True) if fitted and self.is_random(call) else fitted
+        return replace(fitted, random=self.is_random(call), whole_gradient=self.whole_gradient) if fitted else None
 
     def __str__(self) -> str:
         return self.text or f"decided by {getattr(self.shapes, '__name__', 'a function')}"

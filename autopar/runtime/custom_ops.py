@@ -1,12 +1,17 @@
-"""The user's custom operators in worker processes: their modules are imported there, and their rules are sent."""
+"""The user's custom operators in worker processes: their modules are imported there, and their rules are sent.
+
+An operator that calls an `autograd.Function` is made again, of the function in the module that defines it.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import runpy
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -15,10 +20,39 @@ from torch._library.simple_registry import singleton
 from autopar.errors import InputError
 from autopar.ir.program import overload, qualified
 from autopar.operators import Rule
-from autopar.operators.registry import REGISTERED
+from autopar.operators.autograd_functions import DEFINED, NAMESPACE, FunctionOperator, define
+from autopar.operators.registry import FOUND, REGISTERED
 
 MAIN = "__main__"
 BUILT_IN = ("aten", "prims", "prim")  # libraries that every process has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentFunction:
+    """An operator that calls a function, without the function itself: its name in the module that defines it."""
+
+    name: str
+    operator: FunctionOperator
+    rule: Rule
+
+    @staticmethod
+    def of(operator: FunctionOperator) -> SentFunction:
+        """Raises InputError for a function that cannot be imported."""
+        name = operator.call.function.__qualname__
+        if "<locals>" in name:
+            raise InputError(
+                f"{name} is defined inside of a function: worker processes cannot import it",
+                fix="define it at the top of its module",
+            )
+        without = replace(operator, call=replace(operator.call, function=torch.autograd.Function))
+        return SentFunction(name=name, operator=without, rule=FOUND[operator.target])
+
+    def define(self, namespace: Mapping[str, object]) -> None:
+        """Make the operator, of the function in what its module defines."""
+        first, *rest = self.name.split(".")
+        function: Any = functools.reduce(getattr, rest, namespace[first])
+        define(replace(self.operator, call=replace(self.operator.call, function=function)))
+        FOUND[self.operator.target] = self.rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +63,25 @@ class Operators:
     script: str = ""  # the file of the main module
     libraries: tuple[str, ...] = ()  # loaded by torch.ops.load_library
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    functions: Mapping[str, SentFunction] = field(default_factory=dict)  # by target
 
     @staticmethod
     def of(targets: Iterable[str]) -> Operators:
-        """The custom operators among these targets; raises InputError for one that is defined in a notebook or typed in."""
-        main = sys.modules[MAIN]
-        spec, script = main.__spec__, str(main.__dict__.get("__file__", ""))
-        modules = {target: _module(target) for target in dict.fromkeys(targets) if target.split(".")[0] not in BUILT_IN}
-        for target, module in modules.items():
-            if module == MAIN and spec is not None:
-                modules[target] = spec.name
-            elif module == MAIN and not script.endswith(".py"):
-                raise InputError(
-                    f"{qualified(target)} is defined in a notebook or interactively: worker processes cannot import it",
-                    fix="put it into a file of its own, and import that",
-                )
+        """The custom operators among these targets; raises InputError for one that workers cannot import."""
+        modules, functions = dict[str, str](), dict[str, SentFunction]()
+        for target in dict.fromkeys(targets):
+            library, name, _ = target.split(".")
+            if library == NAMESPACE:
+                functions[target] = SentFunction.of(DEFINED[name])
+                modules[target] = _importable(DEFINED[name].call.function.__module__, functions[target].name)
+            elif library not in BUILT_IN:
+                modules[target] = _importable(_module(target), qualified(target))
         return Operators(
             modules=modules,
-            script=script,
+            script=_script(),
             libraries=tuple(sorted(torch.ops.loaded_libraries)) if modules else (),
             rules=dict(REGISTERED),
+            functions=functions,
         )
 
     def unpack(self) -> None:
@@ -57,16 +90,45 @@ class Operators:
         for library in self.libraries:
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         for target, module in self.modules.items():
-            if not _known(target) and module == MAIN:
-                runpy.run_path(self.script, run_name="__mp_main__")  # as multiprocessing calls the main module elsewhere
-            elif not _known(target) and module:
-                importlib.import_module(module)
+            if not _known(target) and module:
+                found = _namespace(module, self.script)
+                if target in self.functions:
+                    self.functions[target].define(found)
             if not _known(target):
                 raise InputError(
                     f"a worker process has no operator {qualified(target)}",
                     imported=self.script if module == MAIN else module or "nothing, since its module is unknown",
                     fix="define it with torch.library.custom_op, in a module that can be imported",
                 )
+
+
+def _importable(module: str, what: str) -> str:
+    """The name by which workers import a module; raises InputError for that of a notebook or of what is typed in."""
+    if module != MAIN:
+        return module
+    spec = sys.modules[MAIN].__spec__
+    if spec is not None:
+        return spec.name
+    if not _script().endswith(".py"):
+        raise InputError(
+            f"{what} is defined in a notebook or interactively: worker processes cannot import it",
+            fix="put it into a file of its own, and import that",
+        )
+    return MAIN
+
+
+def _script() -> str:
+    return str(sys.modules[MAIN].__dict__.get("__file__", ""))
+
+
+def _namespace(module: str, script: str) -> Mapping[str, object]:
+    """What a module defines; the main module is run as multiprocessing calls it elsewhere."""
+    return _run(script) if module == MAIN else vars(importlib.import_module(module))
+
+
+@functools.cache
+def _run(script: str) -> Mapping[str, object]:
+    return runpy.run_path(script, run_name="__mp_main__")
 
 
 def _known(target: str) -> bool:

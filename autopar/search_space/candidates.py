@@ -118,7 +118,8 @@ def _assignments(
     fitted: OpSharding | None, factors: list[tuple[int, ...]], sizes: tuple[int, ...], differentiable: bool
 ) -> Iterator[tuple[Form, ...]]:
     """One form per axis; the strides of a factor shared by several axes follow from the order of their nest."""
-    plain: list[Form] = [INVARIANT, REPLICATED] if differentiable else [INVARIANT]
+    partial_gradients = differentiable and not (fitted and fitted.whole_gradient)
+    plain: list[Form] = [INVARIANT, REPLICATED] if partial_gradients else [INVARIANT]
     if fitted:
         plain += [("P", group, 0) for group in range(len(fitted.linear))]
     splits: list[Form] = [("S", f, count) for f, counts in enumerate(factors) for count in counts]

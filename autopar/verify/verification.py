@@ -260,7 +260,9 @@ def _against_module(
         ours[what, name] = tensors[name] if what == "buffer" else torch.zeros_like(theirs[what, name])
     errors = {key: error(ours[key].detach(), expected) for key, expected in theirs.items()}
     if as_given:
-        errors |= {key: math.inf for key, expected in theirs.items() if key[0] == "output" and ours[key].dtype != expected.dtype}
+        errors |= {
+            key: math.inf for key, expected in theirs.items() if key[0] == "output" and ours[key].dtype != expected.dtype
+        }
     rows = [(name if what == "output" else f"{what} {name}", e) for (what, name), e in errors.items() if what != "gradient"]
     gradients = {name: error for (what, name), error in errors.items() if what == "gradient"}
     if gradients:

@@ -1,4 +1,4 @@
-"""An `autograd.Function` is traced where its gradient is autograd's of its forward, and refused where it is another."""
+"""An `autograd.Function` is traced where its gradient is autograd's of its forward, and an operator where it is another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from tests.capture import interpreter
@@ -124,6 +125,80 @@ class Detached(Function):
         return None
 
 
+class Pair(Function):
+    """Two results, of which one has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> Any:
+        signs = x.sign()
+        ctx.mark_non_differentiable(signs)
+        return factor * x, signs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
+        return gradient.sign(), None
+
+
+class Single(Function):
+    """A tuple of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return (x.floor(),)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Noisy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x + torch.rand_like(x)).round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.round_()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Told(Function):
+    """Returns more than tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, number: float) -> Any:
+        return x.round(), number
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+        return gradient, None
+
+
+class Given(Function):
+    """Is given what is neither a tensor nor a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, what: object) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+rounded = Rounded.apply
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -140,19 +215,52 @@ def test_a_gradient_with_rounded_constants_is_autograds() -> None:
     interpreter.check(Does(lambda x, _: Gelu.apply(x), 128), torch.linspace(-4, 4, 128 * 64).reshape(64, 128))
 
 
-@pytest.mark.parametrize("function", [Rounded, Clamped, Detached])
-def test_a_function_with_another_gradient_is_refused(function: type[Function]) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, _: Rounded.apply(x),
+        lambda x, _: rounded(Clamped.apply(x)),
+        lambda x, _: Chosen.apply(x, torch.ones(4, 6, dtype=torch.int64, device=x.device)),
+        lambda x, _: Pair.apply(x, 2.0)[0] + Pair.apply(x, 3.0)[1],
+        lambda x, _: Single.apply(x)[0],
+    ],
+)
+def test_a_function_with_another_gradient_is_an_operator(function: Callable[..., torch.Tensor]) -> None:
+    program = interpreter.check(Does(function), X).program
+    assert any(op.target.startswith("autopar_function.") for op in program.ops)
+
+
+def test_what_a_function_marks_has_no_gradient() -> None:
+    (value,) = capture(Does(lambda x, _: Pair.apply(x, 2.0)[1]), X).program.outputs
+    program = capture(Does(lambda x, _: Pair.apply(x, 2.0)[1]), X).program
+    assert not program.values[value.value].requires_grad
+
+
+def test_one_gradient_for_all_of_none_stays_none() -> None:
+    model = Does(lambda x, weight: Detached.apply(x) @ weight)
+    parallel = autopar.parallelize(model, X, (1,))
+    parallel(X).backward()
+    model(X).backward()
+    assert parallel.layer.bias.grad is None
+    assert model.layer.bias.grad is None
+    assert torch.equal(parallel.layer.weight.grad, model.layer.weight.grad)
+
+
+@pytest.mark.parametrize(("function", "args"), [(Noisy, ()), (InPlace, ()), (Told, (1.0,)), (Given, (object(),))])
+def test_a_function_that_no_operator_can_call_is_refused(function: type[Function], args: tuple[object, ...]) -> None:
     with pytest.raises(CaptureError, match=f"the backward of {function.__name__} would be lost") as refusal:
-        capture(Does(lambda x, _: function.apply(x)), X)
+        capture(Does(lambda x, _: function.apply(x, *args)), X)
     assert __file__ in refusal.value.details["at"]
     assert "custom_op" in refusal.value.details["fix"]
 
 
-def test_a_gradient_that_only_a_mask_of_zeros_makes_autograds_is_refused() -> None:
-    with pytest.raises(CaptureError, match="the backward of Chosen would be lost"):
-        capture(Does(lambda x, _: Chosen.apply(x, torch.ones(4, 6, dtype=torch.int64, device=x.device))), X)
+def test_a_function_of_large_operands_is_compared_on_small_ones() -> None:
+    captured = capture(Does(Product.apply, 2048), torch.empty(2048, 2048, device="meta"))
+    assert "aten.relu.default" in [op.target for op in captured.program.ops]
 
 
-def test_a_function_that_is_too_large_to_be_compared_is_refused() -> None:
-    with pytest.raises(CaptureError, match="the backward of Product would be lost"):
-        capture(Does(Product.apply, 2048), torch.empty(2048, 2048, device="meta"))
+def test_other_threads_and_later_calls_apply_functions_themselves() -> None:
+    before = Function.__mro__[1].apply
+    capture(Does(lambda x, _: Rounded.apply(x)), X)
+    assert Function.__mro__[1].apply == before
+    assert "apply" not in vars(Function.__mro__[1])

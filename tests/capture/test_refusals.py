@@ -31,9 +31,11 @@ class Does(nn.Module):
 
 
 class Tripled(torch.autograd.Function):
+    """Draws random numbers, so that no operator can call it."""
+
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
+        return x + 0 * torch.rand_like(x)
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
