@@ -1,10 +1,10 @@
 """Guards around tracing: raise an error for what torch.export would drop silently, and help it over what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
-`x[[1, 2]]` on the meta device has no numbers. The first is an operator where that is not all (`autopar.capture.custom_functions`),
-hooks are refused; the others are made of operators that carry them.
-What only looks at values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of
-embeddings are spelt out: `autopar.capture.embedding_bag`.
+`x[[1, 2]]` on the meta device has no numbers. The first is an operator where that is not all
+(`autopar.capture.custom_functions`), hooks are refused; the others are made of operators that carry them. What only looks at
+values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of embeddings are spelt
+out: `autopar.capture.embedding_bag`.
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
 only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, `torch.is_grad_enabled`, and the

@@ -34,7 +34,7 @@ def stage_starts(program: Program) -> tuple[int, ...]:
     ends, passing = frozenset(regions(program)), passing_bytes(program)
     wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing)})
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
-    return tuple(sorted({*wide[:-1], *narrow} - _of_one_stage(program)))
+    return tuple(sorted({*wide[:-1], *narrow} - of_one_stage(program)))
 
 
 @remembered
@@ -43,11 +43,11 @@ def fine_starts(program: Program) -> tuple[int, ...]:
     products of a region."""
     starts = stage_starts(program)
     between = (_between(program, first, stop) for first, stop in itertools.pairwise((*starts, len(program.ops))))
-    return tuple(sorted({*starts, *itertools.chain.from_iterable(between)} - _of_one_stage(program)))
+    return tuple(sorted({*starts, *itertools.chain.from_iterable(between)} - of_one_stage(program)))
 
 
 @remembered
-def _of_one_stage(program: Program) -> frozenset[int]:
+def of_one_stage(program: Program) -> frozenset[int]:
     """The places behind ops that read a buffer, or what it held before a step, up to the op that writes it."""
     found: set[int] = set()
     readers: dict[str, int] = {}
@@ -93,8 +93,10 @@ def _read_again(program: Program, ends: Collection[int], passing: Sequence[Bytes
 
 def _narrow(program: Program, first: int, stop: int, passing: Sequence[Bytes]) -> Iterator[int]:
     """The places between two matrix products of these ops where no more bytes pass than where they begin or end, if they do so
-    within the program."""
+    within the program; all of them where they are the whole program."""
     most = max(passing[place] for place in (first, stop) if place < len(program.ops))
+    if (first, stop) == (0, len(program.ops)):
+        most = max(passing)
     yield from (place for place in _between(program, first, stop) if passing[place] <= most)
 
 
@@ -147,4 +149,4 @@ def made_again(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-__all__ = ["fine_starts", "made_again", "passing_bytes", "stage_starts"]
+__all__ = ["fine_starts", "made_again", "of_one_stage", "passing_bytes", "stage_starts"]

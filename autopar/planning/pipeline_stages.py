@@ -32,7 +32,7 @@ from autopar.ir.device import Device, Link, Seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Op, Program
 from autopar.ir.training_step import TrainingStep
-from autopar.passes.stage_regions import fine_starts, made_again, passing_bytes, stage_starts
+from autopar.passes.stage_regions import fine_starts, made_again, of_one_stage, passing_bytes, stage_starts
 from autopar.pipeline.clock import StageSeconds, clock_of
 from autopar.pipeline.named_schedules import AHEAD, CHUNKS, named
 from autopar.pipeline.rank_balance import balanced
@@ -212,8 +212,7 @@ class _Regions:
         return self.program.ops[start].name.partition(":")[0]
 
     def starts(self, paths: Sequence[object]) -> tuple[int, ...]:
-        """The first op, and those of the regions that begin with these modules. Raises ConstraintError if there are none such,
-        in order."""
+        """The first op, and those with which these modules begin. Raises ConstraintError if there are none such, in order."""
         found = [0, *(self._starting(path) for path in paths)]
         for (before, after), path in zip(itertools.pairwise(found), paths, strict=True):
             if after <= before:
@@ -226,13 +225,14 @@ class _Regions:
         return tuple(found)
 
     def _starting(self, path: object) -> int:
-        """The first op of the region that begins with a module."""
+        """The first op of a module, at which a stage can begin: not between what reads a buffer and what writes it."""
         begins = {self.module(first): first for first in reversed(self.firsts)}
-        for module, first in begins.items():
-            if isinstance(path, str) and path and _within(module, path):
-                before = (op.name for op in self.program.ops[:first] if _within(op.name, path))
-                if self.again.issuperset(before):
-                    return first
+        if isinstance(path, str) and path:
+            places = [place for place, op in enumerate(self.program.ops) if _within(op.name, path)]
+            own = next((place for place in places if self.program.ops[place].name not in self.again), 0)
+            region = next((place for place in places if place <= own and place in self.firsts), own)
+            if region and region not in of_one_stage(self.program):
+                return region
         known = [module for module, first in sorted(begins.items(), key=lambda one: one[1]) if module and first]
         fix = "a module at which a stage can begin, as above" if known else "how many stages: regions begin in no module"
         raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)

@@ -117,4 +117,4 @@ class Reversed(torch.autograd.Function):
 
 def test_an_autograd_function_that_computes_nothing_is_seen() -> None:
     program = capture(Does(Reversed.apply), X.clone().requires_grad_()).program
-    assert ["Reversed" in op.target for op in program.ops] == [True]
+    assert "Reversed" in program.ops[0].target
