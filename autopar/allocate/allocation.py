@@ -149,6 +149,8 @@ def _share(job: TrainingJob, steps: Curve, chosen: Prospect, why: str) -> JobSha
 
 def _ordered(jobs: Iterable[TrainingJob]) -> list[TrainingJob]:
     """The jobs by name. Raises AllocationError for two of one name, and what is no job."""
+    if not isinstance(jobs, Iterable):
+        raise AllocationError(f"the jobs are a {type(jobs).__name__}", fix="a list of autopar.TrainingJob")
     found = list(jobs)
     for one in found:
         if not isinstance(one, TrainingJob):

@@ -124,7 +124,7 @@ class Cluster:
         if job.counts is not None:
             asked: Sequence[int] = job.counts
         elif job.curve is not None:
-            asked = list(job.curve)
+            asked = [count for count in job.curve if self.counts is None or count in self.counts]
         else:
             asked = self.counts if self.counts is not None else [*(1 << n for n in range(31)), self.devices]
         return sorted({count for count in asked if count <= self.devices})

@@ -71,6 +71,8 @@ class Answers:
     """The answers for one tracing, and the tensors that were asked."""
 
     def __init__(self, lines: Mapping[str, Answer]) -> None:
+        if not isinstance(lines, Mapping):
+            raise ConstraintError(f"assume is a {type(lines).__name__}", fix='a dict line -> answer: {"model.py:12": False}')
         for line, answer in lines.items():
             if not re.fullmatch(r".+:\d+", str(line)) or not isinstance(answer, (bool, int)) or abs(answer) >= files.LARGEST:
                 fix = 'a line as errors have it, and what it asks: assume={"model.py:12": False}'

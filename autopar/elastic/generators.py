@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.errors import CheckpointError
+
 HostState = dict[str, Any]  # by name of the library; of tensors and numbers only, as a checkpoint holds it
 
 
@@ -24,11 +26,15 @@ def host_state() -> HostState:
 
 
 def set_host_state(state: Mapping[str, Any]) -> None:
-    """Go on from a state."""
-    name, keys, *rest = state["numpy"]
-    torch.set_rng_state(state["torch"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    random.setstate(state["python"])
+    """Go on from a state of a checkpoint. Raises CheckpointError for one that the libraries do not take."""
+    try:
+        name, keys, *rest = state["numpy"]
+        torch.set_rng_state(state["torch"])
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        random.setstate(state["python"])
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        fix = "remove that checkpoint: the training goes on from the one before"
+        raise CheckpointError("the random state in the checkpoint is damaged", error=error, fix=fix) from error
 
 
 __all__ = ["HostState", "host_state", "set_host_state"]

@@ -15,6 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.plan.plan import VERSION, Plan
+from autopar.plan.stages import read_any
 
 LOG = logging.getLogger("autopar")
 
@@ -22,8 +23,8 @@ LOG = logging.getLogger("autopar")
 def cached(folder: Path, program: Program, meshes: Sequence[Mesh], options: Options, make: Callable[[], Plan]) -> Plan:
     """The plan that is kept for this, or else the one that `make` makes, which is kept then.
 
-    A file that is no plan is replaced. Prices of a cost model of the user's own are not known by a name: its plans are made
-    anew. So are those of a folder that cannot be written, with a warning.
+    A file that is no plan of the program is replaced. Prices of a cost model of the user's own are not known by a name: its
+    plans are made anew. So are those of a folder that cannot be written, with a warning.
     """
     if options.cost_model is not CATALOG:
         return make()
@@ -31,10 +32,11 @@ def cached(folder: Path, program: Program, meshes: Sequence[Mesh], options: Opti
     if path.exists():
         try:
             found = Plan.load(path)
+            read_any(found, program, found.mesh)
             LOG.info("the plan is that of %s", path)
             return found
         except PlanError as error:
-            LOG.warning("%s; it is made again", error.what)
+            LOG.warning("%s: %s; it is made again", path, error.what)
     plan = make()
     try:
         folder.mkdir(parents=True, exist_ok=True)

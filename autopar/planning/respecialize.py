@@ -164,9 +164,19 @@ def varied(resolved: Resolved, sizes: Sequence[Size], at: Callable[[dict[InputDi
     for asked in sizes:
         size = _bounded(asked, resolved.step.program)
         number = _another(size)
-        other = at(dim_sizes(sizes, [number if one is asked else one.sample for one in sizes]))
+        other = _captured(at, dim_sizes(sizes, [number if one is asked else one.sample for one in sizes]), asked, number)
         found.append(replace(size, multiple=resizer.multiple(size, other, number)))
     return replace(resolved, plan=replace(resolved.plan, dynamic=tuple(found)))
+
+
+def _captured(at: Callable[[dict[InputDim, int]], Program], places: dict[InputDim, int], size: Size, number: int) -> Program:
+    """The program at another number of a size. Raises CaptureError, which names the size, if the model cannot have that."""
+    try:
+        return at(places)
+    except CaptureError as error:
+        what = f"{size.name} ({size.where}) cannot vary: the model cannot be captured where it is {number}, not {size.sample}"
+        fix = f"leave {size.name} out of dynamic=, or bound it: autopar.Dynamic"
+        raise CaptureError(what, **{**error.details, "error": error.what, "fix": fix}) from error
 
 
 def varied_plan(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> Plan:

@@ -124,12 +124,23 @@ def without_single_process_warning() -> Iterator[None]:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, str]:
-    """The rank of the first failure, and what failed there: an error of the operating system if there is one."""
-    pairs = sorted((rank, failure[0]) for rank, failure in error.failures.items())
+    """The rank of the first failure, and what failed there: an error of the operating system if there is one.
+
+    What torch raises while it closes a file hides, as its context, why it could not be written.
+    """
+    failed = sorted((rank, failure[0]) for rank, failure in error.failures.items())
+    pairs = [(rank, one) for rank, reason in failed for one in _chain(reason)]
     rank, reason = next(((r, e) for r, e in pairs if isinstance(e, OSError)), pairs[0])
     if isinstance(reason, OSError) and reason.errno:
         return rank, os.strerror(reason.errno)
     return rank, str(reason).partition("\n")[0]
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it followed."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 __all__ = ["CheckpointReader", "first_failure", "load_checkpoint", "without_single_process_warning"]

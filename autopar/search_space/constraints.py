@@ -67,6 +67,8 @@ def constrained(step: TrainingStep, mesh: Mesh, constraints: Mapping[str, str]) 
     program, origin = step.program, dict[str, str]()
     known = list(targets(program)) if constraints else []
     for glob, line in constraints.items():
+        if not isinstance(glob, str):
+            raise ConstraintError(f"constraints names {glob!r}, which is not text", fix='a name: {"*.weight": "I, S(0)"}')
         if not isinstance(line, str):
             raise ConstraintError(f"the constraint {glob!r} is {line!r}, which is not text", fix='a layout such as "I, S(1)"')
         hits = [value for name, value in known if fnmatchcase(name, glob)]

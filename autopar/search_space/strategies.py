@@ -30,7 +30,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.operators import OpSharding, row_of
 from autopar.search_space.between_blocks import split_between_blocks
 from autopar.search_space.constraints import LayoutPattern, constrained
-from autopar.search_space.schemes import Scheme, scheme_of
+from autopar.search_space.schemes import STRATEGIES, Scheme, scheme_of
 
 OTHER_NAMES = {"zero3": "fsdp"}
 
@@ -102,6 +102,8 @@ def constraints_of(
         own = {glob: entries for glob, line in constraints.items() if (entries := _on_devices(line, mesh))}
         found = constraints_of(step, mesh.devices, strategy, own, fits)
         return found.with_memories(constrained(step, mesh, constraints))
+    if not isinstance(strategy, str):
+        raise ConstraintError(f"no strategy is called {strategy!r}", fix=f"one of {', '.join(STRATEGIES)}")
     strategy, program = OTHER_NAMES.get(strategy, strategy), step.program
     scheme = None if strategy in ("auto", "replicate") else scheme_of(strategy, mesh)
     patterns = constrained(step, mesh, constraints)

@@ -78,6 +78,13 @@ def counts_of(found: ClusterAllocation, jobs: list[autopar.TrainingJob]) -> tupl
     return tuple(found[job.name].devices for job in jobs)
 
 
+def test_a_job_with_a_curve_has_a_number_that_the_cluster_has() -> None:
+    curve = {1: 1.0, 2: 0.6, 4: 0.4}
+    jobs = [Job(name="a", steps=100, curve=curve), Job(name="b", steps=100, curve=curve, counts=[2])]
+    found = autopar.allocate(jobs, autopar.Cluster(devices=8, device="h100", counts=[1, 3]))
+    assert (found["a"].devices, found["b"].devices) == (1, 2)
+
+
 @pytest.mark.parametrize("goal", GOALS)
 def test_the_allocation_is_the_best_of_all_that_there_are(goal: str) -> None:
     moved = waiting = missed = 0

@@ -93,6 +93,7 @@ def test_what_no_cluster_is_is_refused(changed: dict[str, object]) -> None:
     [
         ([job(), job()], "throughput", "two jobs are called 'a'"),
         ([job(), "b"], "throughput", "a job is a str"),
+        (job(), "throughput", "the jobs are a TrainingJob"),
         ([job()], "speed", "goal='speed' is not known"),
         ([job()], ["throughput"], "is not known"),
         ([job()], "samples", "does not say how many samples"),

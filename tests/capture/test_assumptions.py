@@ -152,6 +152,11 @@ def test_what_is_no_assumption_is_refused(assume: dict[str, object]) -> None:
         autopar.plan(Does(large), X, (2,), assume=assume)
 
 
+def test_assumptions_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(ConstraintError, match="assume is a str"):
+        autopar.plan(Does(large), X, (2,), assume="model.py:3")  # type: ignore[arg-type]
+
+
 def test_a_line_that_asks_for_nothing_is_told() -> None:
     with pytest.warns(UserWarning, match=r"assume names model.py:3, but forward asks for no value there"):
         capture(Does(torch.sin), X, assumptions=Assumptions(assume={"model.py:3": True}))

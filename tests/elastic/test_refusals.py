@@ -122,6 +122,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_taken(tmp_path:
     assert trained(tmp_path, steps=4).step == 4
 
 
+def test_a_random_state_that_no_library_takes_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    trained(tmp_path, every=1)
+    file = tmp_path / "step-00000002" / "training.pt"
+    rest = torch.load(file)
+    rest["host"]["numpy"][1] = rest["host"]["numpy"][1][:-1]
+    torch.save(rest, file)
+    with pytest.raises(CheckpointError, match="the random state in the checkpoint is damaged"):
+        trained(tmp_path, steps=4)
+
+
 @contextmanager
 def files_of(most: int) -> Iterator[None]:
     """No file may be longer: as on a full disk, a write fails in the middle."""

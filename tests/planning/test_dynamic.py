@@ -387,6 +387,12 @@ def test_a_model_that_branches_on_its_size_is_refused_with_the_line() -> None:
     assert plan.dynamic[0].allowed == "2 to 18"
 
 
+def test_a_dim_at_whose_other_sizes_the_model_does_not_run_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"^width \(dim 1 of input\) cannot vary: .* where it is 32, not 16") as refusal:
+        autopar.plan(nn.Linear(16, 4), torch.randn(8, 16), (2,), device="h100", dynamic={"width": 1})
+    assert "leave width out of dynamic=" in refusal.value.details["fix"]
+
+
 def test_a_plan_for_other_sizes_than_are_asked_for_is_refused() -> None:
     sample = sentences(16, 16)
     plan = autopar.plan(double(), sample, (1,), device="h100", dynamic={"batch": 0})

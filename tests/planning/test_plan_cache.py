@@ -39,6 +39,10 @@ def test_a_plan_is_made_once_and_a_damaged_one_again(tmp_path: Path, caplog: pyt
     assert len(made) == 2
     assert "is damaged; it is made again" in caplog.text
     assert Plan.load(file) == first
+    file.write_text(file.read_text().replace(":linear#0", ":linear#1"))  # a plan, and not of this program
+    assert cached(folder, program, [mesh], ASKED, make) == first
+    assert len(made) == 3
+    assert f"{file}: the plan is" in caplog.text
 
 
 def test_another_program_mesh_device_or_option_has_another_fingerprint() -> None:

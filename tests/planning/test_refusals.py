@@ -116,6 +116,7 @@ STAGES = "is of pipeline stages, and no pipeline= says whose ranks have them"
     "options, kind, first, fix",
     [
         ({"strategy": "fast"}, ConstraintError, "no strategy is called 'fast'", "auto, ddp, zero1, zero2, fsdp, "),
+        ({"strategy": ["ddp"]}, ConstraintError, "no strategy is called ['ddp']", "auto, ddp, zero1, zero2, fsdp, "),
         ({"strategy": None}, ConstraintError, "no strategy is called None", "auto, ddp, zero1, zero2, fsdp, "),
         ({"device": "tpu"}, MeshError, "no device is called 'tpu'", "autopar.Device"),
         ({"device": 3}, MeshError, "no device is called 3", "autopar.Device"),
@@ -160,6 +161,7 @@ CONSTRAINTS: list[tuple[object, str, str]] = [
     ({"0.weight": "I, P"}, "the constraint '0.weight' stores 0.weight in state P", "stored tensors are I or S"),
     ({"1": "P, *"}, "1:relu#0 cannot be produced as 'P, *'", "one of the layouts above, or *"),
     ({"0.weight": ("I", "I")}, "the constraint '0.weight' is ('I', 'I'), which is not text", '"I, S(1)"'),
+    ({0: "I, I"}, "constraints names 0, which is not text", '{"*.weight": "I, S(0)"}'),
     (["0.weight"], "constraints is a list", '{"*.weight": "I, S(0)"}'),
 ]
 
