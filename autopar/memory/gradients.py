@@ -104,16 +104,17 @@ class _Step:
                 self._op(event, self.schedule.mirror(time))
             else:
                 yield from self._convert_back(event, self.schedule.mirror(time))
-        several, once = self.several, self.chosen.once
-        for name, layout in self.schedule.prefetch.arrives if several and once else ():
+        once = self.schedule.prefetch.arrives if self.several and self.chosen.once else ()
+        for name, layout in once:
             if name in self.of.backward:
                 yield LiveRange("gradient", name, 0, self.schedule.end - 1, self.of.size((name, layout)))
+        gathered = {name for name, _ in once}
         for node in self.chosen.given.items():
             if node[0] in self.of.step.received and node in self.waiting:  # sent back when the backward ends
                 self.waiting[node].stop = self.schedule.end - 1
             elif node in self.waiting:
                 self.waiting[node].stored = True
-                if several and not once:  # added to those of the micro-batches before
+                if self.several and node[0] not in gathered:  # added to those of the micro-batches before
                     yield LiveRange("gradient", node[0], 0, self.schedule.end + DURING, self.of.size(node))
                 else:
                     self.waiting[node].stop = self.schedule.end + DURING

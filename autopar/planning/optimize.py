@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recompute_policy import policy_of
 from autopar.cost_models.optimizers import Optimizer
-from autopar.errors import AutoparError, BudgetError, ConstraintError
-from autopar.formulation.budget_loop import BudgetLoop, smallest, within
+from autopar.errors import ConstraintError
+from autopar.formulation.budget_loop import BudgetLoop, within
 from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
 from autopar.formulation.step_time import step_time, unhidden_time
 from autopar.ir.device import Bytes, Seconds
-from autopar.ir.layout import D, H
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
-from autopar.plan.text import size_text
+from autopar.planning.budget_errors import impossible
+from autopar.planning.recompute_policies import smallest_of_policies, within_policies
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.constraints import constrained
 from autopar.search_space.strategies import constraints_of
@@ -37,8 +37,6 @@ from autopar.solver.problem import Problem, Solution
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from autopar.solver.solve import solve
 
-SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
-PLACES = {H: "host", D: "disk"}
 ONCE = "zero1"
 NAMED = ("ddp", ONCE, "zero2", "fsdp", "megatron", "replicate")
 Stop = Callable[[str], None]  # called with the name of each phase when it ends
@@ -113,12 +111,13 @@ def solved(
             raise
     else:
         if solution is None:
-            raise _impossible(memory_model, limit, options, settings)
-        best = Optimized(
-            memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
-        )
-        settings.deadline.note_solution()
-        best = _beside_strategies(best, loop, options, limit, settings, apart)
+            best = _by_policies(memory_model, analysis, mesh, options, limit, settings)
+        else:
+            best = Optimized(
+                memory_model=memory_model, solution=solution, optimizer=optimizer, strategy=options.strategy, loop=loop
+            )
+            settings.deadline.note_solution()
+            best = _beside_strategies(best, loop, options, limit, settings, apart)
     stop("solve")
     return replace(best, stopped=deadline.text if deadline.passed and best.solution.status != "optimal" else "")
 
@@ -306,29 +305,25 @@ def problem_of(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Op
     return MemoryModel(formulated, optimizer)
 
 
-def _impossible(memory_model: MemoryModel, limit: Bytes, options: Options, settings: SearchSettings) -> AutoparError:
-    """Why there is no plan: the constraints leave none, or none fits into the limit."""
-    formulated = memory_model.formulated
-    least = smallest(formulated, memory_model, settings=settings)
-    if least is None:
-        and_constraints, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
-        return ConstraintError(
-            f"the strategy {options.strategy!r}{and_constraints} leave{'' if and_constraints else 's'} no way to run the model",
-            constraints=options.text()["constraints"],
-            fix=f"{drop}strategy='auto'",
-        )
-    alive, runs = memory_model.walk(least), formulated.analysis.step.microbatches
-    peak, full = math.ceil(alive.max()), memory_model.held(assignment(formulated, least), int(alive.argmax()))[:5]
-    more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
-    return BudgetError(
-        f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
-        strategy=options.strategy,
-        microbatches=runs if runs > 1 else "",
-        **{SMALLEST: f"budget={peak}"},
-        **{PLACES[there]: f"stores at most {size_text(size)} for each device" for there, size in memory_model.limits.items()},
-        filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
-        fix=f"more devices, {more}a smaller batch, a narrower dtype, or a budget above 90% of the device",
-    )
+def _by_policies(
+    memory_model: MemoryModel, analysis: Analysis, mesh: Mesh, options: Options, limit: Bytes, settings: SearchSettings
+) -> Optimized:
+    """A solution by a narrower recompute policy, where that of all found none within the limit.
+
+    Raises ConstraintError if the constraints leave none at all, BudgetError if none was found.
+    """
+
+    def pose(policy: str) -> MemoryModel:
+        if options.recompute != AUTO or not settings.branch_whole:
+            raise ConstraintError("another policy was asked for, or a search near the relaxation")
+        return problem_of(analysis, mesh, options.stepped, replace(options, recompute=policy))
+
+    if found := within_policies(limit, pose, settings):
+        model, solution = found
+        bound = least_price(analysis, mesh, options, settings)
+        solution = solution.bounded(bound, settings.equal_price)
+        return Optimized(memory_model=model, solution=solution, optimizer=options.stepped, strategy=options.strategy)
+    raise impossible(smallest_of_policies(memory_model, pose, settings), limit, options)
 
 
 def _with_free_layouts(best: Optimized, loop: BudgetLoop, limit: Bytes, settings: SearchSettings) -> Optimized:

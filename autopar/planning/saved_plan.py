@@ -17,11 +17,12 @@ from autopar.errors import ConstraintError, MeshError, PlanError
 from autopar.formulation.read_solution import NoSolutionError, solution_of
 from autopar.ir.device import Device
 from autopar.ir.mesh import Mesh
-from autopar.plan.options import Options
+from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan, read_plan
 from autopar.planning.optimize import NAMED, Optimized, Stop, analysed, problem_of
 from autopar.planning.planner import Planned, connected_mesh, read_program
+from autopar.planning.recompute_policies import NARROWER
 
 
 def planned_before(
@@ -67,14 +68,15 @@ def planned_before(
 
 
 def _readings(resolved: ResolvedPlan, mesh: Mesh, options: Options) -> Iterator[Optimized]:
-    """The plan as a solution: of the strategy that was asked for, else of one that was better; all members of a class alike,
-    else each for itself."""
+    """The plan as a solution: of the strategy that was asked for, else of one that was better, by all recomputation, else by a
+    narrower policy; all members of a class alike, else each for itself."""
     plan, step = resolved.plan, resolved.step
     folded = analysed(step, mesh, options), analyse(step, mesh, repeated=False)
     strategies = dict.fromkeys((options.strategy, *(NAMED if options.strategy == "auto" else ())))
-    for analysis, strategy in itertools.product(folded, strategies):
+    policies = dict.fromkeys((options.recompute, *(NARROWER if options.recompute == AUTO else ())))
+    for analysis, policy, strategy in itertools.product(folded, policies, strategies):
         with suppress(ConstraintError, NoSolutionError):
-            model = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy))
+            model = problem_of(analysis, mesh, options.stepped, replace(options, strategy=strategy, recompute=policy))
             solution = solution_of(model.formulated, resolved.assignment, gap=plan.gap, status=plan.status)
             yield Optimized(memory_model=model, solution=solution, optimizer=options.stepped, strategy=strategy)
 
