@@ -16,27 +16,24 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from types import EllipsisType
+from types import EllipsisType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import GradientState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autopar.codegen import ParallelModule
 from autopar.errors import InputError
 from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
+from autopar.integrations.transformers_loaders import EpochLoader, EvaluationLoader, LengthGrouped
 from autopar.runtime.gathered_steps import step_gathered
-from autopar.runtime.input_parts import BatchSampler, InputParts
 
 COUNT = "num_items_in_batch"  # the library's word for the labels of all batches of a step, which its models divide by
 STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
@@ -146,6 +143,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The library's optimizer; one that looks at a weight as a matrix steps on whole ones."""
         made: torch.optim.Optimizer = super().create_optimizer(model)
         return step_gathered(made) if isinstance(made, transformers.Adafactor) else made
+
+    def floating_point_ops(self, inputs: dict[str, object]) -> float:
+        """A rank's part of the operations of a batch, by the library's count for the user's model; it adds up all ranks'."""
+        counted: int = transformers.Trainer.floating_point_ops(SimpleNamespace(model=self.source), inputs)
+        copies: int = self.args.world_size // self.model.data_world  # ranks that have the same samples
+        return counted / copies
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """The samples of an optimizer step."""
@@ -352,46 +355,6 @@ def counted_labels(model: nn.Module) -> tuple[slice | EllipsisType, ...] | None:
         return None
     shifted = isinstance(inner, transformers.PreTrainedModel) and LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
     return (..., slice(1, None)) if shifted and not getattr(inner.config, "is_encoder_decoder", False) else (...,)
-
-
-class LengthGrouped(BatchSampler):
-    """Batches of samples of about one length, in the library's order for the number of the epoch and a seed."""
-
-    def __init__(self, parts: InputParts, dataset: Sized, lengths: Sequence[int], *, together: int, seed: int) -> None:
-        """`together` samples, those of a step, are grouped."""
-        super().__init__(parts, dataset, shuffle=True, seed=seed)
-        self.lengths, self.together = lengths, together
-
-    def order(self) -> Sequence[int]:
-        """The samples in the order of this epoch."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return [*LengthGroupedSampler(self.together, lengths=self.lengths, generator=generator)]
-
-
-class EpochLoader(DataLoader[object]):
-    """A DataLoader that tells its batch sampler of the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch from now on."""
-        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
-
-
-class EvaluationLoader(EpochLoader, DataLoaderStateMixin):  # type: ignore[misc]
-    """One that tells accelerate which batch is the last, by which `batch_eval_metrics` computes what it reports."""
-
-    def __iter__(self) -> Iterator[object]:  # type: ignore[override]
-        self.gradient_state = GradientState()
-        self.begin()
-        try:
-            batches, end = super().__iter__(), object()
-            batch = next(batches, end)
-            while batch is not end:
-                following = next(batches, end)
-                self.end_of_dataloader = following is end
-                yield batch
-                batch = following
-        finally:
-            self.end()
 
 
 __all__ = ["Trainer", "save_pretrained"]
