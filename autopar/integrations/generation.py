@@ -55,7 +55,9 @@ class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.parallel.autopar.context.device
 
     def _config(self, options: Mapping[str, Any]) -> GenerationConfig:
-        """How a `generate` with these options goes."""
+        """How a `generate` with these options goes; raises InputError for prompts that are no tokens."""
+        if options.get("inputs_embeds") is not None:
+            raise InputError("prompts are tokens: a planned call reads no embeddings", fix="give input_ids alone")
         config = copy.deepcopy(options.get("generation_config") or self.generation_config)
         assert isinstance(config, GenerationConfig)
         config.update(**options)

@@ -228,6 +228,8 @@ def test_prompts_have_the_name_that_a_tokenizer_gives_them_too(generator: Cached
     assert torch.equal(given, generator.generate(words, **STOP))
     with pytest.raises(InputError, match="there are no prompts"):
         generator.generate(inputs_embeds=torch.zeros(1, PROMPT, 16), **STOP)
+    with pytest.raises(InputError, match="prompts are tokens"):
+        generator.generate(words, inputs_embeds=torch.zeros(2, PROMPT, 16), **STOP)
 
 
 @pytest.mark.parametrize("wrong", ["", "{", "[]", '{"batch": 1}', "batch", "prompt", "decode", "length"])

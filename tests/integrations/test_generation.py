@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from transformers.modeling_outputs import BaseModelOutput
 
 import autopar
 from autopar.errors import InputError
@@ -136,11 +137,12 @@ def refused(_: None) -> list[str]:
     said(causal, **prompts("right", 5))
     said(causal, **prompts("", 5), use_cache=True)
     said(causal, **prompts("", 5), prompt_lookup_num_tokens=2)
+    said(causal, inputs_embeds=torch.zeros(3, 5, 16))
     said(causal, **prompts("", 5), output_attentions=True, return_dict_in_generate=True)
     encoding, _ = made(CASES["t5, words alone"])
     said(encoding, **prompts("", 5))
     said(encoding, **prompts("right", 12))
-    said(encoding, inputs_embeds=torch.zeros(3, 12, 16))
+    said(encoding, encoder_outputs=BaseModelOutput(last_hidden_state=torch.zeros(3, 12, 16)))
     said(encoding, **prompts("", 12), guidance_scale=1.5)
     wrapping, _ = made(Case("mbart", MASKED))
     said(wrapping, **prompts("", 5), decoder_input_ids=torch.tensor([[2, 3, 0, 4]] * 3))
@@ -158,6 +160,7 @@ def test_what_cannot_be_generated_is_refused_on_every_rank(pool: WorkerPool) -> 
             "the prompts are padded on the right, or their positions are not counted from their first token",
             "a Generator has no cache",
             "assisted generation takes tokens back from a cache, which neither a planned one nor a Generator can",
+            "prompts are tokens: a planned call reads no embeddings",
             "generating takes output_attentions",
             "the encoder reads 5 tokens, but the module was planned for 12, without attention_mask",
             "the prompts are padded, but the module was planned without attention_mask",
