@@ -120,11 +120,11 @@ def explain(
         config: as there.
         devices: as there.
         plan: one that was made before for this model and sample, which is explained at the prices of today instead of making
-            one; its mesh and options count, and no others may be given but `device`.
+            one; its mesh and options count, and no others may be given but `device`, the one that the plan names.
         **options: as there.
 
     Raises:
-        PlanError: the plan was made for another model or sample, in pipeline stages, or by other rules.
+        PlanError: the plan was made for another model, sample or device, in pipeline stages, or by other rules.
         AutoparError: what `autopar.plan` raises.
     """
     if plan is not None:

@@ -34,11 +34,11 @@ def planned_before(
         plan: made for this model and sample, without pipeline stages.
         model: may be on `meta`.
         sample_input: the global batch.
-        device: by default the entry of the catalog that the plan names.
+        device: the one that the plan names, by default the entry of the catalog.
 
     Raises:
-        PlanError: the plan was made for another model or sample, has pipeline stages or prices of your own, or is no solution
-            of the problem that its options pose.
+        PlanError: the plan was made for another model, sample or device, has pipeline stages or prices of your own, or is no
+            solution of the problem that its options pose.
         MeshError: the catalog has no such device.
     """
     if plan.pipeline:
@@ -49,12 +49,15 @@ def planned_before(
         raise PlanError(what, cost_model=model_of_prices, fix="plan the model again with it")
     try:
         options = Options.read(plan.options, device=device or plan.device)
-        captured = read_program(model, sample_input, options)
-        stop("capture")
         mesh = connected_mesh(plan.mesh.devices, options, plan)
     except MeshError as error:
         fix = f"device= an autopar.Device, or the profile.json from which {plan.device} comes"
         raise MeshError(error.what, **{**error.details, "fix": fix}) from error
+    if mesh.device is not None and mesh.device.name != plan.device:
+        fix = f"leave the device out, or plan the model again for {mesh.device.name}"
+        raise PlanError(f"the plan was made for {plan.device}, not for {mesh.device.name}", plan=plan.hash, fix=fix)
+    captured = read_program(model, sample_input, options)
+    stop("capture")
     resolved = read_plan(plan, captured.program, mesh)
     for found in _readings(resolved, mesh, options):
         stop("formulate")

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import autopar
+from autopar.cost_models import catalog
 from autopar.errors import ConstraintError, MeshError, PlanError
 from autopar.explain import Explanation, explain
 from autopar.explain.command import main
@@ -83,6 +84,8 @@ def test_a_plan_has_its_own_mesh_and_options() -> None:
         explain(*made(), (2,), plan=plan, strategy="ddp")
     with pytest.raises(MeshError, match="from which a farm comes"):
         explain(*made(), plan=replace(plan, device="a farm"))
+    with pytest.raises(PlanError, match="made for h100, not for a farm"):
+        explain(*made(), plan=plan, device=replace(catalog.device("h100"), name="a farm"))
     with pytest.raises(PlanError, match="a cost model of your own"):
         explain(*made(), plan=replace(plan, options={**plan.options, "cost_model": "congested"}))
     limited = explain(*made(), plan=replace(plan, options={**plan.options, "time_limit": "600"}))
@@ -98,5 +101,9 @@ def test_the_command_line_reads_a_saved_plan(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == said
     assert main([target, "--plan", file, "--strategy", "ddp"]) == 2
     assert "leave it out, or --plan" in capsys.readouterr().err
+    assert main([target, "--plan", file, "--device", "H100", "--why", "0"]) == 0
+    assert capsys.readouterr().out == said
+    assert main([target, "--plan", file, "--device", "a100-80gb"]) == 1
+    assert "the plan was made for h100, not for a100-80gb" in capsys.readouterr().err
     assert main([file, "--why", "0"]) == 2
     assert f"MODEL --plan {file}" in capsys.readouterr().err
