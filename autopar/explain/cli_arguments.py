@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, MeshError
+from autopar.explain.neighbours import OF_TARGET
 from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import DimSizes
 from autopar.ir.mesh import Mesh
@@ -169,7 +170,7 @@ def _file(path: Path, target: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
+    OF_TARGET.enter(path.resolve().parent)
     sys.modules.setdefault(path.stem, module)
     _run(lambda: spec.loader.exec_module(module), target)  # type: ignore[union-attr]
     return module
@@ -177,7 +178,7 @@ def _file(path: Path, target: str) -> ModuleType:
 
 def _module(name: str, target: str) -> ModuleType:
     """An importable module, also one in the present directory."""
-    sys.path.insert(0, str(Path.cwd()))
+    OF_TARGET.enter(Path.cwd())
     found: list[ModuleType] = []
     try:
         _run(lambda: found.append(importlib.import_module(name)), target)

@@ -93,6 +93,30 @@ def test_what_costs_as_before_passes_and_each_target_is_captured_once(
     assert len(captured) == 2
 
 
+@pytest.mark.parametrize(
+    "file, start",
+    [
+        ("sizes.py", "from sizes import WIDTH"),
+        ("sizes/__init__.py", "from sizes import WIDTH"),
+        ("models_of/sizes.py", "from models_of.sizes import WIDTH"),
+        ("src/sizes.py", "import sys; sys.path.insert(0, __file__.replace('models.py', 'src')); from sizes import WIDTH"),
+    ],
+    ids=["a file", "a package", "a folder", "a path of its own"],
+)
+def test_targets_of_two_folders_have_neighbours_of_one_name(
+    file: str, start: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, width in (("one", 128), ("two", 1024)):
+        (home / name / file).parent.mkdir(parents=True)
+        (home / name / file).write_text(f"WIDTH = {width}\n")
+        (home / name / "models.py").write_text(start + SOURCE.replace("WIDTH = 256", ""))
+        assert command(f"{name}/models.py:mlp --mesh 2 --device h100 --check all/{name}.json --update") == 0
+    one, two = (read(home / "all" / f"{name}.json")[0].summary for name in ("one", "two"))
+    assert two.peak_memory > 4 * one.peak_memory
+    assert command("--check all") == 0
+    assert "2 compared: 2 ok" in capsys.readouterr().out
+
+
 def test_a_worse_plan_fails_and_says_by_how_much_and_update_writes_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "baselines/a.json"
     was = read(path)[0]
