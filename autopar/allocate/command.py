@@ -28,7 +28,9 @@ Exit code 0 for an allocation; 1 if there is none; 2 if the command line or the 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from autopar.allocate.allocation import ClusterAllocation, allocate
 from autopar.allocate.cluster_file import read
@@ -62,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 def _allocated(path: str, goal: str | None) -> ClusterAllocation:
     found = read(path)
     cluster = found.cluster
-    with progress("building the models") as tell:
+    with redirect_stdout(sys.stderr), progress("building the models") as tell:
         jobs = [entry.job() for entry in found.jobs]
         tell("planning the jobs")
         return allocate(jobs, cluster, goal=goal or found.goal)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,7 +152,8 @@ def _outcomes(target: str, baselines: Sequence[Baseline], tolerance: float) -> I
     program: Program | AutoparError
     try:
         asked = {name: baselines[0].summary.options.get(name, "") for name in OF_CAPTURE}
-        program = read_program(*built(target), Options.read(asked)).program
+        with redirect_stdout(sys.stderr):
+            program = read_program(*built(target), Options.read(asked)).program
     except AutoparError as error:
         program = error
     for baseline in baselines:

@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from rich.console import Console
@@ -68,7 +69,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.check:
         return _checked(options)
     refuse(options, ("tolerance", "update"), "nothing is checked", "only with --check")
-    _print(_answer(options), json=options.json)
+    with redirect_stdout(sys.stderr):  # what the user's own code prints is no part of the answer
+        answer = _answer(options)
+    _print(answer, json=options.json)
     return 0
 
 
@@ -235,7 +238,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.target.endswith(".json"):
         refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "name the model to plan it again")
         return _loaded(options.target)
-    with progress("building the model") as tell:
+    with redirect_stdout(sys.stderr), progress("building the model") as tell:
         plan = _planned(options, tell).plan
     if options.save is not None:
         _save(plan, options.save)

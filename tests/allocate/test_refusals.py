@@ -20,6 +20,7 @@ import torch
 from tests.support.planning import Layers
 
 def build():
+    print("built")
     return Layers((256, 1024, 256)), torch.empty(512, 256)
 """
 CLUSTER = """

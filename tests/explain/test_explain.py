@@ -189,6 +189,36 @@ def test_json_holds_what_the_text_says(target: str, capsys: pytest.CaptureFixtur
     assert data["strategies"][0]["plan"] == data["plan"]
 
 
+PRINTS = """
+print("imported")
+import torch
+
+class Prints(torch.nn.Linear):
+    def forward(self, x):
+        print("captured")
+        return super().forward(x)
+
+def build():
+    print("built")
+    return Prints(64, 64), torch.empty(32, 64)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_json_is_all_that_is_printed_where_a_model_prints(
+    terminal: bool, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(target).write_text(PRINTS)
+    if terminal:
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    assert main([f"{target}:build", "--mesh", "2", "--device", "h100", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert set(json.loads(printed.out)) == {"plan", "phases", "strategies"}
+    if not terminal:
+        assert re.fullmatch("imported\nbuilt\n(captured\n)+", printed.err)
+
+
 def test_the_trace_of_a_step_lasts_as_long_as_the_step(target: str, tmp_path: Path) -> None:
     path, plan = tmp_path / "step.json", tmp_path / "plan.json"
     asked = ["--mesh", "dp=2,tp=4", "--device", "cpu", "--strategy", "fsdp", "--save", str(plan), "--trace", str(path)]
