@@ -167,7 +167,9 @@ def _rule(made: FunctionOperator, example: Sequence[torch.Tensor]) -> Rule:
     try:
         found = discover_rule(op, example)
         for scale in SCALES:
-            check_rule(op, _scaled(example, scale), rule=found.rule, linear=found.linear, averages=found.averages)
+            scaled = [one * scale if one.is_floating_point() else one for one in example]
+            if all(bool(one.isfinite().all()) for one in _results(made, scaled)):
+                check_rule(op, scaled, rule=found.rule, linear=found.linear, averages=found.averages)
         register_rule(op, found.rule, linear=found.linear, averages=found.averages)
     except Exception:  # RuleError, or whatever someone else's code raises
         whole = [", ".join(["_..."] * count) for count in (len(example), made.call.results)]
@@ -184,8 +186,7 @@ def _additive(made: FunctionOperator, example: Sequence[torch.Tensor]) -> bool:
     generator = torch.Generator().manual_seed(0)
     operands = [one.clone().requires_grad_(one.is_floating_point()) for one in example]
     wanted = [one for one in operands if one.requires_grad]
-    found: Any = made(*operands)
-    results = [one for one in (found if made.call.several else (found,)) if one.requires_grad]
+    results = [one for one in _results(made, operands) if one.requires_grad]
     if not results:
         return True
 
@@ -201,8 +202,9 @@ def _additive(made: FunctionOperator, example: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def _scaled(example: Sequence[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    return [one * scale if one.is_floating_point() else one for one in example]
+def _results(made: FunctionOperator, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    found: Any = made(*operands)
+    return found if made.call.several else (found,)
 
 
 __all__ = ["DEFINED", "NAMESPACE", "AppliedFunction", "FunctionOperator", "define", "operator_of", "tried"]

@@ -30,6 +30,7 @@ RULES = {
     functions.Reversed: "... -> ...",
     functions.Clamped: "... -> ...",
     functions.Spike: "... -> ...",
+    functions.Exponential: "... -> ...",
     functions.Normalised: "... _ -> ... _",
     functions.Quantized: "... _, _ _ -> ... _, ...",
 }

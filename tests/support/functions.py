@@ -76,6 +76,19 @@ class Spike(Function):
         return gradient * ctx.steep * slope * (1 - slope), None
 
 
+class Exponential(Function):
+    """Whose gradient stays small where its result overflows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0].clamp(max=2).exp()
+
+
 class Quantized(Function):
     """The nearest rows of a codebook, straight through to both, and which they are."""
 
@@ -109,6 +122,6 @@ class Model(nn.Module):
         y = self.layers[0](rounded(4 * self.layers[1](x)))
         y = self.layers[2](reversed_gradient(y, 0.5)) + reversed_gradient(y, 2.0)
         y = self.layers[3](Spike.apply(y, 4.0)) + Clamped.apply(y)
-        y = Normalised.apply(self.layers[4](y))
+        y = Normalised.apply(self.layers[4](y) + Exponential.apply(-y))
         y, places = Quantized.apply(y, self.book)
         return self.layers[5](y).square().mean() + places.to(y.dtype).mean()  # type: ignore[no-any-return]
