@@ -219,7 +219,9 @@ class Rule:
         if not known or any(call.arguments.get(name) != value for name, value in self.when):
             return None
         fitted = self.shapes(call) if self.shapes else call.fit(self.text)
-        return replace(fitted, random=self.is_random(call), whole_gradient=self.whole_gradient) if fitted else None
+        if fitted and self.is_random(call):
+            fitted = replace(fitted, random=True)
+        return replace(fitted, whole_gradient=True) if fitted and self.whole_gradient else fitted
 
     def __str__(self) -> str:
         return self.text or f"decided by {getattr(self.shapes, '__name__', 'a function')}"
