@@ -32,7 +32,7 @@ def set_host_state(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
         random.setstate(state["python"])
-    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         fix = "remove that checkpoint: the training goes on from the one before"
         raise CheckpointError("the random state in the checkpoint is damaged", error=error, fix=fix) from error
 
