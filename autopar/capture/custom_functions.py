@@ -16,13 +16,10 @@ import torch
 from torch.autograd.function import Function, FunctionCtx
 from torch.utils import _pytree as pytree
 
-from autopar.operators.autograd_functions import FunctionOperator, operator_of, tried
+from autopar.operators.autograd_functions import SCALES, FunctionOperator, near, operator_of, tried
+from autopar.operators.checking.probe import LARGE, SMALL
 
-_SCALES = (1e-3, 1.0, 1e3)  # of operands and of incoming gradients: a clamp shows in one of them
 _LIMIT = 2**22  # elements of the operands
-_NEAR = 1e-9  # of the largest element of a result or a gradient
-_SIZES = (6, 10, 4, 14, 12, 8)  # in the place of large ones
-_LARGE = 16
 
 _Found = TypeVar("_Found")
 Handler = Callable[[type[Function], tuple[object, ...]], object]
@@ -94,8 +91,8 @@ def _small(args: Sequence[object]) -> list[object]:
     """The arguments with empty tensors in which large dims are small, equal ones equally so."""
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     sizes = {size for tensor in tensors for size in tensor.shape}
-    free = (size for size in _SIZES if size not in sizes)
-    least = {size: next(free, size) if size >= _LARGE else size for size in sorted(sizes, reverse=True)}
+    free = (size for size in SMALL if size not in sizes)
+    least = {size: next(free, size) if size >= LARGE else size for size in sorted(sizes, reverse=True)}
 
     def shrunk(tensor: torch.Tensor) -> torch.Tensor:
         shape = [least[size] for size in tensor.shape]
@@ -122,24 +119,14 @@ def _alike(function: type[Function], args: Sequence[object], integer: int) -> bo
     generator = torch.Generator().manual_seed(0)
     pairs = [
         (value, expected)
-        for scale in _SCALES
-        for size in _SCALES
+        for scale in SCALES
+        for size in SCALES
         for given in [_operands(args, scale, lambda shape: torch.full(shape, integer), generator)]
         for value, expected in zip(
             _results(function, given, size, applied=True), _results(function, given, size, applied=False), strict=True
         )
     ]
-    return all(
-        torch.allclose(value, expected, rtol=_NEAR, atol=_NEAR * _largest(expected), equal_nan=True)
-        and value.requires_grad == expected.requires_grad
-        for value, expected in pairs
-    )
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite element: a gradient with rounded constants, or with terms that cancel, differs by parts of it."""
-    found = tensor.detach()[tensor.isfinite()].abs()
-    return float(found.max()) if found.numel() else 0.0
+    return all(near(value, expected) and value.requires_grad == expected.requires_grad for value, expected in pairs)
 
 
 def _operands(

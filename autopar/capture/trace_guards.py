@@ -7,9 +7,9 @@ values to refuse them, or to find out what a mask is, looks away: `autopar.captu
 out: `autopar.capture.embedding_bag`.
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
-only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, `torch.is_grad_enabled`, and the
-transforms of `torch.func` (`autopar.capture.function_transforms`): these are replaced meanwhile, as is how torch finds the line
-that made a node, and other threads do not notice.
+only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, `torch.is_grad_enabled`, the `apply`
+of functions, and the transforms of `torch.func` (`autopar.capture.function_transforms`): these are replaced meanwhile, as is
+how torch finds the line that made a node, and other threads do not notice.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
 from autopar.planning.budget_errors import impossible
-from autopar.planning.recompute_policies import smallest_of_policies, within_policies
+from autopar.planning.recompute_policies import NARROWER, cheapest_within, smallest_of
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.constraints import constrained
 from autopar.search_space.strategies import constraints_of
@@ -313,17 +313,19 @@ def _by_policies(
     Raises ConstraintError if the constraints leave none at all, BudgetError if none was found.
     """
 
-    def pose(policy: str) -> MemoryModel:
-        if options.recompute != AUTO or not settings.branch_whole:
-            raise ConstraintError("another policy was asked for, or a search near the relaxation")
-        return problem_of(analysis, mesh, options.stepped, replace(options, recompute=policy))
-
-    if found := within_policies(limit, pose, settings):
+    narrower = list(_narrower(analysis, mesh, options)) if settings.branch_whole else []
+    if found := cheapest_within(limit, narrower, settings):
         model, solution = found
-        bound = least_price(analysis, mesh, options, settings)
-        solution = solution.bounded(bound, settings.equal_price)
+        solution = solution.bounded(least_price(analysis, mesh, options, settings), settings.equal_price)
         return Optimized(memory_model=model, solution=solution, optimizer=options.stepped, strategy=options.strategy)
-    raise impossible(smallest_of_policies(memory_model, pose, settings), limit, options)
+    raise impossible(smallest_of((memory_model, *narrower), settings), limit, options)
+
+
+def _narrower(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[MemoryModel]:
+    """The problems of recompute policies within the one of the options; a model without blocks has no policy of these."""
+    for policy in NARROWER if options.recompute == AUTO else ():
+        with suppress(ConstraintError):
+            yield problem_of(analysis, mesh, options.stepped, replace(options, recompute=policy))
 
 
 def _with_free_layouts(best: Optimized, loop: BudgetLoop, limit: Bytes, settings: SearchSettings) -> Optimized:

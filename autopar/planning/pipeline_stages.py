@@ -226,14 +226,13 @@ class _Regions:
 
     def _starting(self, path: object) -> int:
         """The first op of a module, at which a stage can begin: not between what reads a buffer and what writes it."""
-        begins = {self.module(first): first for first in reversed(self.firsts)}
         if isinstance(path, str) and path:
             places = [place for place, op in enumerate(self.program.ops) if _within(op.name, path)]
             own = next((place for place in places if self.program.ops[place].name not in self.again), 0)
             region = next((place for place in places if place <= own and place in self.firsts), own)
             if region and region not in of_one_stage(self.program):
                 return region
-        known = [module for module, first in sorted(begins.items(), key=lambda one: one[1]) if module and first]
+        known = [module for module in dict.fromkeys(map(self.module, self.firsts)) if module not in ("", self.module(0))]
         fix = "a module at which a stage can begin, as above" if known else "how many stages: regions begin in no module"
         raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)
 

@@ -48,9 +48,13 @@ class SentFunction:
         return SentFunction(name=name, operator=without, rule=FOUND[operator.target])
 
     def define(self, namespace: Mapping[str, object]) -> None:
-        """Make the operator, of the function in what its module defines."""
+        """Make the operator, of the function in what its module defines. Raises InputError where that does not."""
         first, *rest = self.name.split(".")
-        function: Any = functools.reduce(getattr, rest, namespace[first])
+        try:
+            function: Any = functools.reduce(getattr, rest, namespace[first])
+        except (AttributeError, KeyError) as error:
+            fix = "define it at the top of its module, outside of `if __name__`"
+            raise InputError(f"a worker process has no {self.name}", fix=fix) from error
         define(replace(self.operator, call=replace(self.operator.call, function=function)))
         FOUND[self.operator.target] = self.rule
 

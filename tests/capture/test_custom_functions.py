@@ -14,6 +14,7 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from tests.capture import interpreter
+from tests.support.functions import Rounded, rounded
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
@@ -78,16 +79,6 @@ class Gelu(Function):
         bent = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
         slope = 0.5 * x * ((1 - bent * bent) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + bent)
         return slope * gradient
-
-
-class Rounded(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 class Clamped(Function):
@@ -194,9 +185,6 @@ class Given(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
-
-
-rounded = Rounded.apply
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ from autopar.capture import capture
 from autopar.errors import InputError
 from autopar.operators.autograd_functions import DEFINED, NAMESPACE
 from autopar.operators.registry import FOUND, rule_of
-from autopar.plan.options import Options
 from autopar.planning.planner import read_program
-from autopar.runtime.custom_ops import Operators
+from autopar.runtime.custom_ops import Operators, SentFunction
 from autopar.runtime.workers import WorkerPool
-from autopar.verify.verification import verify
 from tests.support import functions, table
 from tests.support.forked import ended, run_script
 
@@ -38,13 +36,7 @@ RULES = {
 
 @pytest.mark.parametrize("plan", ["auto", "megatron", *range(6)])
 def test_a_model_with_own_gradients_has_equal_numbers(pool: WorkerPool, plan: str | int) -> None:
-    model, on = functions.Model(), table.mesh((2, 2))
-    chosen = (
-        autopar.testing.random_plan(model, X, on, seed=plan)
-        if isinstance(plan, int)
-        else autopar.plan(model, X, on, strategy=plan)
-    )
-    report = verify(model, X, on, chosen, Options(), pool)
+    report = table.report(functions.Model(), X, table.mesh((2, 2)), plan, pool)
     assert report.ok, str(report)
 
 
@@ -110,6 +102,13 @@ def test_workers_cannot_import_a_function_of_a_function() -> None:
     with pytest.raises(InputError, match=r"Inner is defined inside of a function") as refusal:
         Operators.of(op.target for op in read_program(Only(Inner), X).program.ops)
     assert "top of its module" in refusal.value.details["fix"]
+
+
+def test_a_function_that_workers_do_not_find_is_named() -> None:
+    (operator,) = (DEFINED[op.target.split(".")[1]] for op in read_program(Only(functions.Rounded), X).program.ops[1:2])
+    with pytest.raises(InputError, match="a worker process has no Rounded") as refusal:
+        SentFunction.of(operator).define({})
+    assert "outside of `if __name__`" in refusal.value.details["fix"]
 
 
 SCRIPT = """

@@ -46,13 +46,7 @@ def _rules(registry: None) -> None:
 @pytest.mark.usefixtures("_rules")
 @pytest.mark.parametrize("plan", ["auto", 0, *further("ddp", "fsdp", "megatron", 1, 2, 3)])
 def test_a_model_of_own_operators_has_equal_numbers(pool: WorkerPool, plan: str | int) -> None:
-    model, on = own.Gated(), table.mesh((2, 2))
-    chosen = (
-        autopar.testing.random_plan(model, X, on, seed=plan)
-        if isinstance(plan, int)
-        else autopar.plan(model, X, on, strategy=plan)
-    )
-    report = verify(model, X, on, chosen, Options(), pool)
+    report = table.report(own.Gated(), X, table.mesh((2, 2)), plan, pool)
     assert report.ok, str(report)
 
 

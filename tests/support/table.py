@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 import autopar
 from autopar.cost_models import catalog
 from autopar.ir.device import Link
@@ -66,8 +68,11 @@ def mesh(sizes: tuple[int, ...]) -> Mesh:
 
 def verified(case: Case, pool: WorkerPool | Threads) -> Report:
     """The report of a case."""
-    model, batch = make(case.model)
-    on = mesh(case.sizes)
-    if isinstance(case.plan, int):
-        return verify(model, batch, on, autopar.testing.random_plan(model, batch, on, seed=case.plan), Options(), pool)
-    return verify(model, batch, on, None, Options(strategy=case.plan), pool)
+    return report(*make(case.model), mesh(case.sizes), case.plan, pool)
+
+
+def report(model: nn.Module, batch: object, on: Mesh, plan: str | int, pool: WorkerPool | Threads) -> Report:
+    """The report of a model under a strategy, or the random plan of a seed."""
+    if isinstance(plan, int):
+        return verify(model, batch, on, autopar.testing.random_plan(model, batch, on, seed=plan), Options(), pool)
+    return verify(model, batch, on, None, Options(strategy=plan), pool)
