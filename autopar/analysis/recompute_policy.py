@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.analysis.analysis import Analysis
+from autopar.analysis.block_names import BLOCK
 from autopar.analysis.regions import inner
 from autopar.analysis.repeated_blocks import blocks
 from autopar.analysis.saved_tensors import fused_attention
@@ -82,7 +83,7 @@ def policy_of(analysis: Analysis, name: str) -> RecomputePolicy:
     if not block:
         raise ConstraintError(
             f"recompute={name!r} recomputes repeated blocks, and the model has none",
-            block='modules in a container ("layers.0", "layers.1"), with two matrix products or more each',
+            block=BLOCK,
             fix="recompute='auto'",
         )
     within = inner(program, [block.get(op.name, "") for op in program.ops]) & block.keys()

@@ -4,24 +4,23 @@
     h.1: ln attn add ln mlp add        a region, whose backward may recompute ops of h.1, but none of h.0
 
 Values passed between regions are kept if the backward needs them, so that a chain of recomputed values, all alive at once, ends
-where its region begins. A region has the ops under one index of a container ("h.0."), or under several in a row, until there
-are two matrix products.
+where its region begins. A region has the ops of one block, or of several in a row, until there are two matrix products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from autopar.analysis.repeated_blocks import block_of
+from autopar.analysis.block_names import block_names
 from autopar.ir.program import Program
 from autopar.operators import row_of, view_of
 
 
 def regions(program: Program) -> list[int]:
     """For each op the index of the last op of its region."""
-    starts, products, before = [0], 0, ""
+    starts, products, before, names = [0], 0, "", block_names(program)
     for i, op in enumerate(program.ops):
-        block = block_of(op.name)
+        block = names.of(op.name)
         if block != before and products >= 2:
             starts.append(i)
             products = 0

@@ -4,7 +4,7 @@
     h.1: ln attn mlp        ->
     h.2: ln attn mlp
 
-A block is everything under one index of a container ("h.3."). Two siblings are equal if their ops agree one by one in target,
+A block is a module that the model repeats (`block_names`). Two siblings are equal if their ops agree one by one in target,
 static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded: in a sequence of linear layers
 each must be free to be either side of a column-row pair. Steps of a loop are folded too (`repeated_steps`), within a block or
 around blocks. Nothing is approximated: values between classes are grouped by producer and by every consumer (`ValueClass`), and
@@ -13,19 +13,18 @@ each group is priced as often as it occurs.
 
 from __future__ import annotations
 
-import re
+import string
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.analysis.block_names import PRODUCTS, block_names
 from autopar.analysis.fits import own_rows_of
 from autopar.analysis.interchangeable import operand_places, result_places
 from autopar.analysis.repeated_steps import repeated_steps
 from autopar.analysis.signatures import kind_of, signature
 from autopar.ir.program import OUTPUT, Op, Program
 from autopar.operators import row_of
-
-INDEX = re.compile(r"^(.*?(?:^|\.))(\d+)((?:\.|:).*|)\Z", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +73,18 @@ def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", re
 
     Values with different `apart` labels are never in one class; with `repeated=False` every op is a class of its own.
     """
-    folded, step = (_folded_prefixes(program, apart), repeated_steps(program)) if repeated else ({}, {})
+    folded, step = (_folded_blocks(program, apart), repeated_steps(program)) if repeated else ({}, {})
+    names = block_names(program)
     first: dict[tuple[str, str], str] = {}
     of: dict[str, str] = {}
     members: dict[str, list[str]] = defaultdict(list)
 
+    def wild(name: str) -> str:
+        block = names.of(name)
+        return folded[block] + name.removeprefix(block) if block in folded else name
+
     def assign(name: str, signature: str) -> None:
-        of[name] = first.setdefault((_wild(step.get(name, name), folded), signature), name)
+        of[name] = first.setdefault((wild(step.get(name, name)), signature), name)
         members[of[name]].append(name)
 
     for given in program.given:
@@ -126,37 +130,25 @@ def _row(op: Op, program: Program, apart: Callable[[str], str]) -> str:
     return f"{signature(op, program.values)}{own_rows_of(program).get(op.name, '')}{''.join(map(apart, names))}"
 
 
-def block_of(name: str) -> str:
-    """The outermost module with an index that contains an op, "h.3"; empty if there is none."""
-    match = INDEX.match(name)
-    return match[1] + match[2] if match else ""
-
-
 def blocks(program: Program) -> dict[str, list[Op]]:
-    """The ops of every block, by its name: of every module with an index that has at least two matrix products."""
+    """The ops of every block that has at least two matrix products, by the block's name."""
     found: dict[str, list[Op]] = defaultdict(list)
+    names = block_names(program)
     for op in program.ops:
-        if block := block_of(op.name):
+        if block := names.of(op.name):
             found[block].append(op)
-    return {block: ops for block, ops in found.items() if sum(row_of(op).contracts for op in ops) >= 2}
+    return {block: ops for block, ops in found.items() if sum(row_of(op).contracts for op in ops) >= PRODUCTS}
 
 
-def _folded_prefixes(program: Program, apart: Callable[[str], str]) -> dict[str, str]:
+def _folded_blocks(program: Program, apart: Callable[[str], str]) -> dict[str, str]:
     """`"h.3"` -> `"h.*/1"` for every block that has an equal sibling."""
     kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for prefix, ops in blocks(program).items():
-        container = prefix[: prefix.rindex(".") + 1] if "." in prefix else ""
-        rows = (op.name.removeprefix(prefix) + _row(op, program, apart) for op in ops)
-        kinds[container, *rows].append(prefix)
+    for block, ops in blocks(program).items():
+        container = block.rstrip(string.digits)
+        rows = (op.name.removeprefix(block) + _row(op, program, apart) for op in ops)
+        kinds[container, *rows].append(block)
     wild: dict[str, str] = {}
-    for number, prefixes in enumerate(kinds.values()):
-        if len(prefixes) > 1:
-            wild |= dict.fromkeys(prefixes, f"{prefixes[0]}*{number}")
+    for number, alike in enumerate(kinds.values()):
+        if len(alike) > 1:
+            wild |= dict.fromkeys(alike, f"{alike[0]}*{number}")
     return wild
-
-
-def _wild(name: str, folded: Mapping[str, str]) -> str:
-    match = INDEX.match(name)
-    if match and match[1] + match[2] in folded:
-        return folded[match[1] + match[2]] + match[3]
-    return name

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.analysis.analysis import Analysis
-from autopar.analysis.repeated_blocks import block_of
+from autopar.analysis.block_names import block_names
 from autopar.analysis.weight_buckets import weight_buckets
 from autopar.operators import row_of
 
@@ -81,6 +81,7 @@ class StepRegions:
 def step_regions(analysis: Analysis) -> StepRegions:
     """The regions of a program."""
     of, program = analysis.classes.of, analysis.program
+    block_of = block_names(program).of
     spread = {
         name for name, found in analysis.classes.members.items() if name in program.op and len(set(map(block_of, found))) > 1
     }

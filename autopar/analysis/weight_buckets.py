@@ -4,19 +4,20 @@
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      one bucket
     ln.weight  ln.bias  head.weight                             one bucket
 
-The weights of a block are one bucket, whatever their size: they are gathered while the block before it computes. A *block* is
-what stands under an index of a container of which two children have weights of equal names and shapes ("h.0"), the outermost
-such container. Outside of blocks, and where only gradients are communicated, weights are taken in the order of their first use
-until a bucket is full: it holds `LIMIT` bytes, or one larger weight, and a little more for the biases beside it.
+The weights of a block are one bucket, whatever their size: they are gathered while the block before it computes. Beside what a
+model repeats (`block_names`) blocks are here the children of lists in which two have weights of equal names and shapes, however
+few products they have and in whatever order they run. Outside of blocks, and where only gradients are communicated, weights are
+taken in the order of their first use until a bucket is full: it holds `LIMIT` bytes, or one larger weight, and a little more
+for the biases beside it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
-from autopar.analysis.repeated_blocks import INDEX
+from autopar.analysis.block_names import block_names, children, weights_of_children
 from autopar.analysis.weights import copies, reduce_dtypes
 from autopar.ir.device import Bytes
 from autopar.ir.program import Program, Value, remembered
@@ -33,10 +34,10 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
     """
     cast, sums = copies(program), reduce_dtypes(program)
     weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
-    containers = _containers(program) if moved else frozenset()
+    block_of = _blocks(program) if moved else lambda name: ""
     seen: set[str] = set()
     found: list[list[str]] = []
-    for block, ops in itertools.groupby(program.ops, lambda op: _block(op.name, containers)):
+    for block, ops in itertools.groupby(program.ops, lambda op: block_of(op.name)):
         read = dict.fromkeys(name for op in ops for name in op.operands if name in weights and name not in seen)
         seen |= read.keys()
         alike: dict[object, list[Value]] = defaultdict(list)
@@ -48,28 +49,18 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
     return tuple(map(tuple, found))
 
 
-def _containers(program: Program) -> frozenset[str]:
-    """The containers, each with its last dot, of which two children have the same weights."""
-    children: dict[tuple[str, str], list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
-    for parameter in program.parameters:
-        for container, index, rest in _indices(parameter.value.name):
-            children[container, index].append((rest, parameter.value.shape))
-    kinds = Counter((container, tuple(weights)) for (container, _), weights in children.items())
-    return frozenset(container for (container, _), count in kinds.items() if count > 1)
+def _blocks(program: Program) -> Callable[[str], str]:
+    """The block in which an op stands, by its name; empty if there is none."""
+    names, lists = block_names(program), set[str]()
+    for container, kinds in weights_of_children(program).items():
+        if len(set(kinds.values())) < len(kinds):
+            lists.add(container)
 
+    def block_of(name: str) -> str:
+        listed = (child.name for child in children(name) if child.in_list and child.container in lists)
+        return names.repeated(name) or next(listed, "")
 
-def _block(name: str, containers: frozenset[str]) -> str:
-    """The outermost child of one of these containers in which an op stands; empty if there is none."""
-    return next((container + index for container, index, _ in _indices(name) if container in containers), "")
-
-
-def _indices(name: str) -> Iterator[tuple[str, str, str]]:
-    """Every index in a name, outermost first: what stands before it, the index, and what follows."""
-    before = ""
-    while match := INDEX.match(name):
-        container, index, name = match.groups()
-        yield before + container, index, name
-        before, name = f"{before}{container}{index}.", name.removeprefix(".")
+    return block_of
 
 
 def _filled(values: list[Value]) -> Iterator[list[Value]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from glob import escape
 
-from autopar.analysis.repeated_blocks import block_of
+from autopar.analysis.block_names import block_names
 from autopar.ir.program import Argument, Ref, Static, digest, substitute
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.options import Options
@@ -16,7 +16,7 @@ def signature_of(step: TrainingStep, options: Options) -> str:
     program, ends = step.program, step.stage
     assert ends is not None, "it is a stage"
     number = {name: str(place) for place, name in enumerate(program.values)}
-    blocks: dict[object, int] = {}
+    block_of, blocks = block_names(program).of, dict[object, int]()
     lines: list[object] = [(v.shape, v.dtype, v.requires_grad, step.received.get(v.name)) for v in program.inputs]
     lines += [(p.value.shape, p.value.dtype, p.value.requires_grad, p.used, p.reduce) for p in program.parameters]
     lines += [(b.value.shape, b.value.dtype, b.used, b.persistent) for b in program.buffers]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from autopar.analysis.block_names import BLOCK
 from autopar.analysis.repeated_blocks import blocks
 from autopar.errors import ConstraintError
 from autopar.ir.layout import State, split
@@ -35,7 +36,7 @@ def split_between_blocks(
         what = " and ".join("features" if dim == 2 else DIMS[dim] for dim in scheme.between)
         raise ConstraintError(
             f"strategy {strategy!r} splits the {what} between blocks, and no block returns (batch, sequence, features)",
-            block='modules in a container ("layers.0", "layers.1"), with two matrix products or more each',
+            block=BLOCK,
             fix="strategy='megatron'",
         )
     layouts: dict[str, tuple[State | None, ...]] = {}
