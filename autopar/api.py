@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
+from autopar.capture.signature import refuse_model
 from autopar.codegen import ParallelModule
 from autopar.codegen.shared_parameters import remember, warn_of_shared_parameters
 from autopar.codegen.state_dict_hooks import warn_of_state_dict_hooks
@@ -212,6 +213,7 @@ def parallelize(
     torch.Size([2, 4])
     """
     _check_is_plan(plan)
+    refuse_model(model)
     if plan is not None and mesh is None and config is None:
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     mesh, options = _declared(mesh, config, devices, options)

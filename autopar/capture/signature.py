@@ -209,6 +209,13 @@ class ModelCall:
         )
 
 
+def refuse_model(model: object) -> None:
+    """Raise InputError for what is no module, CaptureError for a module that was made parallel before, or TorchScript."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
+    refuse_made("the model", model)
+
+
 def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()) -> ModelCall:
     """A sample (a tensor, a tuple or list of positional arguments, or a mapping of keywords) as a call on the meta device.
 
@@ -216,9 +223,7 @@ def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()
     Raises InputError for arguments that are neither tensors nor constants, and for those that `forward` does not take,
     CaptureError for a model that was made parallel before, or TorchScript.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
-    refuse_made("the model", model)
+    refuse_model(model)
     known(sample_input)
     args, kwargs = _split(sample_input)
     taken = inspect.signature(model.forward)

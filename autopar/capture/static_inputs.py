@@ -51,8 +51,8 @@ def read_static(names: Sequence[str], leaves: Mapping[str, object]) -> tuple[Sta
     Raises InputError for a name that no argument has, and for what has no value or is not made of a few integers.
     """
     if isinstance(names, str) or not isinstance(names, Sequence):
-        what = "a text" if isinstance(names, str) else "no list of names"
-        raise InputError(f"static={names!r} is {what}", fix=f"static=[{str(names)!r}]: the names of inputs")
+        what, name = ("a text", names) if isinstance(names, str) else ("no list of names", "lengths")
+        raise InputError(f"static={names!r} is {what}", fix=f"static=[{name!r}]: the names of inputs")
     found = []
     for name in names:
         chosen = {path: leaf for path, leaf in leaves.items() if path == name or path.startswith(f"{name}.")}

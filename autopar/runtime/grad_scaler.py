@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
+from autopar.errors import InputError
 from autopar.runtime.world import Context
 
 
@@ -19,6 +20,7 @@ class ScaledState(Protocol):
     def context(self) -> Context: ...
 
 
+@runtime_checkable
 class ScaledModule(Protocol):
     """A parallel module."""
 
@@ -41,9 +43,14 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         parallel: what `autopar.parallelize` returned; its `step` scales the loss from here on, and returns it unscaled.
         options: those of `torch.amp.GradScaler`: init_scale, growth_factor, backoff_factor, growth_interval, enabled.
+
+    Raises InputError for another module.
     """
 
     def __init__(self, parallel: ScaledModule, **options: float) -> None:
+        if not isinstance(parallel, ScaledModule):
+            what = f"a {type(parallel).__name__} was not made by autopar.parallelize"
+            raise InputError(what, fix="autopar.GradScaler(parallel); for a module of one process torch.amp.GradScaler")
         device = parallel.autopar.context.device
         super().__init__(device.type, **options)  # type: ignore[arg-type]
         self.over_ranks = parallel.autopar.context.device_mesh is not None

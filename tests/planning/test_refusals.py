@@ -122,7 +122,7 @@ STAGES = "is of pipeline stages, and no pipeline= says whose ranks have them"
         ({"device": 3}, MeshError, "no device is called 3", "autopar.Device"),
         ({"stages": 2}, ConstraintError, f"stages=2 {STAGES}", "no stages="),
         ({"schedule": "1f1b"}, ConstraintError, f"schedule='1f1b' {STAGES}", "no schedule="),
-        ({"static": 3}, InputError, "static=3 is no list of names", "static=['3']"),
+        ({"static": 3}, InputError, "static=3 is no list of names", "static=['lengths']"),
         ({"optimizer": "magic"}, InputError, "no optimizer is called 'magic'", "one of these names"),
         ({"outputs": "all"}, ConstraintError, "outputs='all' is unknown", '"whole" or "sharded"'),
         ({"budget": "lots"}, BudgetError, "'lots' is not a memory budget", '"24GiB"'),
@@ -227,6 +227,10 @@ def test_a_call_under_autocast_is_refused() -> None:
 def test_models_and_samples_that_are_none_are_refused() -> None:
     none: Any = lambda x: x  # noqa: E731
     check(lambda: autopar.plan(none, X, (2,)), InputError, "the model is a function", "torch.nn.Module")
+    check(lambda: autopar.parallelize(none, X, (1,)), InputError, "the model is a function", "torch.nn.Module")
+    check(
+        lambda: autopar.GradScaler(none), InputError, "a function was not made by autopar.parallelize", "torch.amp.GradScaler"
+    )
     check(lambda: plan(sample="x"), InputError, "the sample contains no tensor: it is 'x'", "the global batch")
     check(lambda: plan(sample=[1.0]), InputError, "the sample contains no tensor: it is [1.0]", "the global batch")
     check(lambda: plan(sample=[object()]), InputError, "argument input is a object", "pass tensors")
