@@ -2,12 +2,13 @@
 
     h.3.attn.out:linear#0      h.3                   a child of the list h
     block3.fc:linear#0         block3                a child of the attributes block1, block2, ...
-    stages.1.0.fc.weight       stages.1.0            where stages differ, and the blocks of a stage are alike
+    stages.1.0.fc.weight       stages.1.0            a child of a list within a list
 
-Every component of a name that ends in digits is a child of a container: of a list, or of attributes with one stem. A block is a
-child of the outermost container that *repeats*: two children have weights of equal names and shapes and two matrix products or
-more each, and one computes with what comes from the other, as layers do and the experts of a layer do not. Where no container
-around a name repeats, its block is the outermost child of a list, or else of attributes two of which have two matrix products.
+Every component of a name that ends in digits is a child of a container: of a list, or of attributes with one stem. A container
+*repeats* if two children have weights of equal names and shapes and two matrix products or more each, and one computes with
+what comes from the other, as layers do and the experts of a layer do not. A block is a child of the innermost list that
+repeats, or else of the outermost attributes that do. Where nothing around a name repeats, its block is the outermost child of a
+list, or else of attributes two of which have two matrix products.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import string
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.ir.program import Program, remembered
 from autopar.operators import row_of
@@ -60,7 +61,9 @@ class BlockNames:
 
     def repeated(self, name: str) -> str:
         """The child, of a container that repeats, in which a name stands; empty if there is none."""
-        return next((child.name for child in children(name) if child.container in self.repeating), "")
+        around = [child for child in children(name) if child.container in self.repeating]
+        listed = (child.name for child in reversed(around) if child.in_list)
+        return next(listed, around[0].name if around else "")
 
 
 def children(name: str) -> Iterator[Child]:
@@ -71,6 +74,11 @@ def children(name: str) -> Iterator[Child]:
         if stem != component:
             yield Child(before + stem, before + component)
         before += f"{component}."
+
+
+def without_numbers(name: str) -> str:
+    """The containers around a name: "stages..blocks" of "stages.1.blocks3"."""
+    return ".".join(component.rstrip(string.digits) for component in name.split("."))
 
 
 def weights_of_children(program: Program) -> dict[str, dict[str, ChildWeights]]:
@@ -91,17 +99,17 @@ def block_names(program: Program) -> BlockNames:
     products = Counter(child for op in program.ops if row_of(op).contracts for child in children(op.name))
     large = {child.name for child, count in products.items() if count >= PRODUCTS}
     counts = Counter(child.container for child in products if child.name in large and not child.in_list)
-    names = BlockNames(repeating=frozenset(), attributes=frozenset(name for name, count in counts.items() if count > 1))
-    places = _places(program)
-    for container, kinds in sorted(weights_of_children(program).items(), key=lambda found: found[0].count(".")):
+    places, repeating = _places(program), set[str]()
+    for container, kinds in weights_of_children(program).items():
         alike: dict[ChildWeights, list[str]] = defaultdict(list)
         for child, kind in kinds.items():
             if child in large:
                 alike[kind].append(child)
         twins = [found for found in alike.values() if len(found) > 1]
-        if twins and not names.repeated(container) and _one_after_another(program, places[container], twins):
-            names = replace(names, repeating=names.repeating | {container})
-    return names
+        if twins and _one_after_another(program, places[container], twins):
+            repeating.add(container)
+    attributes = frozenset(container for container, count in counts.items() if count > 1)
+    return BlockNames(repeating=frozenset(repeating), attributes=attributes)
 
 
 def _places(program: Program) -> dict[str, dict[int, str]]:
@@ -127,4 +135,4 @@ def _one_after_another(program: Program, child: Mapping[int, str], twins: Iterab
     return False
 
 
-__all__ = ["BLOCK", "PRODUCTS", "block_names", "children", "weights_of_children"]
+__all__ = ["BLOCK", "PRODUCTS", "block_names", "children", "weights_of_children", "without_numbers"]

@@ -13,12 +13,11 @@ each group is priced as often as it occurs.
 
 from __future__ import annotations
 
-import string
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.analysis.block_names import PRODUCTS, block_names
+from autopar.analysis.block_names import PRODUCTS, block_names, without_numbers
 from autopar.analysis.fits import own_rows_of
 from autopar.analysis.interchangeable import operand_places, result_places
 from autopar.analysis.repeated_steps import repeated_steps
@@ -144,9 +143,8 @@ def _folded_blocks(program: Program, apart: Callable[[str], str]) -> dict[str, s
     """`"h.3"` -> `"h.*/1"` for every block that has an equal sibling."""
     kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for block, ops in blocks(program).items():
-        container = block.rstrip(string.digits)
         rows = (op.name.removeprefix(block) + _row(op, program, apart) for op in ops)
-        kinds[container, *rows].append(block)
+        kinds[without_numbers(block), *rows].append(block)
     wild: dict[str, str] = {}
     for number, alike in enumerate(kinds.values()):
         if len(alike) > 1:

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.ir.builder import Keywords
 from autopar.ir.program import Argument, Op, Ref, Static, Value, substitute, text
 from autopar.ir.schema import bound
 from autopar.operators import row_of
 
 
 def signature(op: Op, values: Mapping[str, Value]) -> str:
-    """Target, static arguments, operand and result kinds of an op.
-
-    A number in an argument that decides neither layouts nor prices (`Rule.indifferent`) counts as any other.
-    """
+    """Target, static arguments (see `deciding_arguments`), operand and result kinds of an op."""
 
     def describe(leaf: Ref | Static) -> str:
         return kind_of(values[leaf.name]) if isinstance(leaf, Ref) else text(leaf)
 
-    def written(argument: Argument) -> str:
-        return text(substitute(argument, describe))
-
-    if indifferent := row_of(op).indifferent:
-        named = {
-            name: "*" if name in indifferent and isinstance(value, int | float) else value for name, value in bound(op).items()
-        }
-        arguments = [f"{name}={written(value)}" for name, value in named.items()]
-    else:
-        arguments = [*map(written, op.args), *(f"{name}={written(a)}" for name, a in op.kwargs)]
+    args, kwargs = deciding_arguments(op)
+    arguments = [text(substitute(argument, describe)) for argument in args]
+    arguments += [f"{name}={text(substitute(argument, describe))}" for name, argument in kwargs]
     part = f" {op.fused}" if op.fused else ""
     return f"{op.target}({', '.join(arguments)}) -> {', '.join(map(kind_of, op.results))}{part}"
+
+
+def deciding_arguments(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
+    """The arguments of an op, positional and by name, in which "*" stands for every number that decides neither layouts nor
+    prices: of an argument in `Rule.indifferent`, or a rate of dropout other than 0."""
+    row = row_of(op)
+    if not row.indifferent and not row.rate:
+        return op.args, op.kwargs
+
+    def starred(name: str, value: Argument) -> Argument:
+        number = isinstance(value, int | float)
+        return "*" if number and (name in row.indifferent or (name == row.rate and value)) else value
+
+    return (), tuple((name, starred(name, value)) for name, value in bound(op).items())
 
 
 def kind_of(value: Value) -> str:
@@ -37,4 +42,4 @@ def kind_of(value: Value) -> str:
     return f"{value.dtype}{list(value.shape)}{'+' if value.requires_grad else ''}"
 
 
-__all__ = ["kind_of", "signature"]
+__all__ = ["deciding_arguments", "kind_of", "signature"]

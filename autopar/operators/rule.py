@@ -6,6 +6,7 @@ decide. A `OpSharding` is what it says about one op, with sizes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,7 +182,7 @@ class Rule:
     # What it costs.
     flops: Flops | None = None  # the products that it consists of; None: one operation per element
     picks: str = ""  # the argument of which it reads only the elements that its indices pick: the table of an embedding
-    indifferent: tuple[str, ...] = ()  # arguments whose number decides neither layouts nor prices: which row, not how many
+    indifferent: tuple[str, ...] = ()  # arguments whose number decides neither layouts nor prices: which row, by how much
     timed: Callable[[Call], Mapping[str, tuple[int, ...]]] | None = None  # what integers are timed with, if not 0
     defers: tuple[str, ...] = ()  # the activation and the weight of a product, if the weight's gradient may be made later
     alone: bool = False  # torch.compile does not fuse it, though it goes over memory as those that it fuses
@@ -293,3 +294,7 @@ def op(
         index_fact=index_fact,
         says=says,
     )
+
+
+arithmetic = functools.partial(op, indifferent="other")
+"""A row of an op whose operand `other` may be a number: any number has one layout and one price."""

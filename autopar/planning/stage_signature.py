@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from glob import escape
 
 from autopar.analysis.block_names import block_names
+from autopar.analysis.signatures import deciding_arguments
 from autopar.ir.program import Argument, Ref, Static, digest, substitute
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.options import Options
@@ -21,9 +22,10 @@ def signature_of(step: TrainingStep, options: Options) -> str:
     lines += [(p.value.shape, p.value.dtype, p.value.requires_grad, p.used, p.reduce) for p in program.parameters]
     lines += [(b.value.shape, b.value.dtype, b.used, b.persistent) for b in program.buffers]
     for op in program.ops:
-        read = substitute((op.args, tuple(value for _, value in op.kwargs)), lambda x: _numbered(x, number))
+        args, kwargs = deciding_arguments(op)
+        read = substitute((args, tuple(value for _, value in kwargs)), lambda x: _numbered(x, number))
         made = [(value.shape, value.dtype, value.requires_grad) for value in op.results]
-        lines.append((op.target, read, [name for name, _ in op.kwargs], made, _place(block_of(op.name), blocks)))
+        lines.append((op.target, read, [name for name, _ in kwargs], made, _place(block_of(op.name), blocks)))
     lines += [number[output.value] for output in program.outputs]
     lines += [(number[name], shape) for name, shape in step.padding]
     loop = step.loop and (step.loop.count, step.loop.inputs, step.loop.outputs)

@@ -62,6 +62,20 @@ class Stages(nn.Module):
         return second["blocks"](self.widen(first["blocks"](x)))
 
 
+class Groups(nn.Module):
+    """The blocks of `Listed` in a list of two lists, as in networks for super-resolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(nn.Sequential(Block(64), Block(64)) for _ in range(2))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = group(x)
+        return functional.log_softmax(self.head(x), dim=-1).mean()
+
+
 class Experts(nn.Module):
     """One layer of a list, with equal experts side by side."""
 
@@ -101,12 +115,13 @@ class Widths(nn.Module):
         (Listed(), 1, ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]),
         (Numbered(), 1, ["block1", "block2", "block3", "block4", ""]),
         (Stages(), 1, ["stages.0.blocks.0", "stages.0.blocks.1", "", "stages.1.blocks.0", "stages.1.blocks.1"]),
+        (Groups(), 1, ["groups.0.0", "groups.0.1", "groups.1.0", "groups.1.1", ""]),
         (Experts(), 1, ["layers.0", ""]),
         (Towers(), 2, ["towers.0.0", "towers.0.1", "towers.1.0", "towers.1.1", ""]),
         (Widths(), 1, ["down1", "", "down2"]),
         (nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 1, ["0", "1", "2"]),
     ],
-    ids=["list", "attributes", "stages", "experts", "towers", "widths", "single layers"],
+    ids=["list", "attributes", "stages", "groups", "experts", "towers", "widths", "single layers"],
 )
 def test_blocks_are_found_in_lists_attributes_and_lists_of_lists(model: nn.Module, inputs: int, blocks: list[str]) -> None:
     width = next(model.parameters()).shape[-1]
@@ -116,17 +131,19 @@ def test_blocks_are_found_in_lists_attributes_and_lists_of_lists(model: nn.Modul
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "blocks"}, {"strategy": "fsdp"}], ids=str)
-def test_a_network_has_one_price_in_a_list_and_in_attributes(options: dict[str, str]) -> None:
+@pytest.mark.parametrize("other", [Numbered(), Groups()], ids=["attributes", "groups"])
+def test_a_network_has_one_price_however_its_blocks_are_held(other: nn.Module, options: dict[str, str]) -> None:
     batch = torch.randn(64, 64)
-    listed, numbered = (autopar.plan(model, batch, (2, 2), device="h100", **options) for model in (Listed(), Numbered()))
-    assert numbered.step_time == pytest.approx(listed.step_time)
-    assert numbered.peak_memory == pytest.approx(listed.peak_memory)
-    assert len(numbered.recompute) == len(listed.recompute)
+    listed, found = (autopar.plan(model, batch, (2, 2), device="h100", **options) for model in (Listed(), other))
+    assert found.step_time == pytest.approx(listed.step_time)
+    assert found.peak_memory == pytest.approx(listed.peak_memory)
+    assert len(found.recompute) == len(listed.recompute)
 
 
-def test_a_budget_that_needs_recomputation_is_kept_in_attributes_as_in_a_list() -> None:
+@pytest.mark.parametrize("other", [Numbered(), Groups()], ids=["attributes", "groups"])
+def test_a_budget_that_needs_recomputation_is_kept_as_in_a_list(other: nn.Module) -> None:
     batch = torch.randn(4096, 64)
     budget = 0.45 * autopar.plan(Listed(), batch, (1,), device="h100").peak_memory
-    listed, numbered = (autopar.plan(model, batch, (1,), device="h100", budget=budget) for model in (Listed(), Numbered()))
-    assert numbered.step_time == pytest.approx(listed.step_time)
-    assert numbered.recompute
+    listed, found = (autopar.plan(model, batch, (1,), device="h100", budget=budget) for model in (Listed(), other))
+    assert found.step_time == pytest.approx(listed.step_time)
+    assert found.recompute

@@ -113,3 +113,23 @@ def test_the_last_of_equal_layers_has_the_layouts_of_the_others_though_nobody_ha
     assert analysis.classes.of[last.name] == "1:relu#0"
     assert analysis.blocks[last.results[0].name] == ((1,), (1, 2))
     assert autopar.plan(model, torch.randn(4, 16), (2,), device="h100").step_time > 0
+
+
+class Stochastic(nn.Module):
+    """A layer that drops elements at a rate of its own, and its whole residual for some rows (G. Huang et al., "Deep Networks
+    with Stochastic Depth", 2016), where rates rise from layer to layer."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.up, self.down, self.drop, self.kept = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(rate), 1 - rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.floor(self.kept + torch.rand(x.shape[0], 1))
+        return x + self.drop(self.down(functional.relu(self.up(x)))) / self.kept * rows
+
+
+def test_layers_that_differ_in_how_much_they_drop_are_one_class() -> None:
+    model = nn.Sequential(*(Stochastic(rate) for rate in (0.0, 0.1, 0.2, 0.3)))
+    classes = fold(capture(model, torch.randn(4, 16)).program)
+    assert classes.members["1.up.weight"] == ("1.up.weight", "2.up.weight", "3.up.weight")
+    assert classes.members["0.up.weight"] == ("0.up.weight",), "what drops nothing draws nothing"

@@ -6,7 +6,7 @@ from autopar.operators import own_order, padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Alias, Autocast, Mixed, OpKind
 from autopar.operators.index_facts import integers, predicates
-from autopar.operators.rule import OpSharding, Rule, op
+from autopar.operators.rule import OpSharding, Rule, arithmetic, op
 
 
 def prelu(call: Call) -> OpSharding:
@@ -25,21 +25,27 @@ def searched(call: Call) -> OpSharding:
 
 TABLE: dict[str, Rule] = {
     # sums are linear in both tensors at once, products in each of them
-    "aten.add.Tensor": op(
+    "aten.add.Tensor": arithmetic(
         "..., ... -> ...", linear="self other", hands_on="self other", padding=padding.added, index_fact=integers.plus
     ),
-    "aten.sub.Tensor": op(
+    "aten.sub.Tensor": arithmetic(
         "..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
     ),
-    "aten.subtract.Tensor": op(
+    "aten.subtract.Tensor": arithmetic(
         "..., ... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
     ),
-    "aten.rsub.Tensor": op("..., ... -> ...", linear="self other", hands_on="other", index_fact=integers.reversed_minus),
-    "aten.mul.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled, index_fact=predicates.product),
-    "aten.multiply.Tensor": op("..., ... -> ...", linear="self, other", padding=padding.scaled, index_fact=predicates.product),
-    "aten.div.Tensor": op("..., ... -> ...", linear="self", padding=padding.divided),
-    "aten.divide.Tensor": op("..., ... -> ...", linear="self", padding=padding.divided),
-    "aten.true_divide.Tensor": op("..., ... -> ...", linear="self"),
+    "aten.rsub.Tensor": arithmetic(
+        "..., ... -> ...", linear="self other", hands_on="other", index_fact=integers.reversed_minus
+    ),
+    "aten.mul.Tensor": arithmetic(
+        "..., ... -> ...", linear="self, other", padding=padding.scaled, index_fact=predicates.product
+    ),
+    "aten.multiply.Tensor": arithmetic(
+        "..., ... -> ...", linear="self, other", padding=padding.scaled, index_fact=predicates.product
+    ),
+    "aten.div.Tensor": arithmetic("..., ... -> ...", linear="self", padding=padding.divided),
+    "aten.divide.Tensor": arithmetic("..., ... -> ...", linear="self", padding=padding.divided),
+    "aten.true_divide.Tensor": arithmetic("..., ... -> ...", linear="self"),
     "aten.ldexp.Tensor": op("..., ... -> ...", linear="self"),
     "aten.lerp.Scalar": op("..., ... -> ...", linear="self end"),
     "aten.lerp.Tensor": op("..., ..., ... -> ...", linear="self end"),

@@ -6,7 +6,7 @@ from autopar.operators import own_order, padding
 from autopar.operators.call import Call
 from autopar.operators.facts import Alias, Autocast, OpKind
 from autopar.operators.index_facts import integers, predicates
-from autopar.operators.rule import Rule, op
+from autopar.operators.rule import Rule, arithmetic, op
 
 
 def unless_cast(call: Call) -> Alias:
@@ -68,18 +68,20 @@ TABLE: dict[str, Rule] = {
     "aten.sgn.default": op("... -> ..."),
     "aten.isreal.default": op("... -> ..."),
     # arithmetic with a number: a sum is linear in tensor and number together
-    "aten.add.Scalar": op("... -> ...", linear="self other", hands_on="self", padding=padding.added, index_fact=integers.plus),
-    "aten.sub.Scalar": op(
+    "aten.add.Scalar": arithmetic(
+        "... -> ...", linear="self other", hands_on="self", padding=padding.added, index_fact=integers.plus
+    ),
+    "aten.sub.Scalar": arithmetic(
         "... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
     ),
-    "aten.subtract.Scalar": op(
+    "aten.subtract.Scalar": arithmetic(
         "... -> ...", linear="self other", hands_on="self", padding=padding.subtracted, index_fact=integers.minus
     ),
-    "aten.rsub.Scalar": op("... -> ...", linear="self other", index_fact=integers.reversed_minus),
-    "aten.mul.Scalar": op("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
-    "aten.multiply.Scalar": op("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
-    "aten.div.Scalar": op("... -> ...", linear="self", padding=padding.divided),
-    "aten.divide.Scalar": op("... -> ...", linear="self", padding=padding.divided),
+    "aten.rsub.Scalar": arithmetic("... -> ...", linear="self other", index_fact=integers.reversed_minus),
+    "aten.mul.Scalar": arithmetic("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
+    "aten.multiply.Scalar": arithmetic("... -> ...", linear="self", padding=padding.scaled, index_fact=predicates.product),
+    "aten.div.Scalar": arithmetic("... -> ...", linear="self", padding=padding.divided),
+    "aten.divide.Scalar": arithmetic("... -> ...", linear="self", padding=padding.divided),
     "aten.div.Scalar_mode": op("... -> ...", own_order=own_order.floor_divide),
     "aten.floor_divide.Scalar": op("... -> ...", own_order=own_order.floor_divide),
     "aten.remainder.Scalar": op("... -> ..."),
