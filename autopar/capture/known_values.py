@@ -25,6 +25,7 @@ from autopar.capture import source_location
 from autopar.capture.equal_masks import node_of, slot_of
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
+READING = (*ASKING, torch.Tensor.tolist)
 _T = TypeVar("_T")
 LIMIT = 2**22  # elements of a tensor that is computed in order to know a number
 
@@ -40,21 +41,28 @@ class KnownValues:
         self._given = {node: (name, values[name]) for name, node in nodes.items() if node is not None}
         self.decided: dict[str, str] = {}
 
-    def number(self, func: Callable[..., object], tensor: object, frame: FrameType) -> bool | int | float | None:
-        """What a function in `ASKING` says of a traced tensor whose values are known; None for any other."""
+    def number(self, func: Callable[..., object], tensor: object, frame: FrameType) -> object:
+        """What a function in `READING` says of a traced tensor whose values are known; None for any other."""
         known = self._value(tensor) if isinstance(tensor, torch.Tensor) else None
         if known is None or not isinstance(tensor, torch.Tensor):
             return None
         self._sources_of(tensor, frame)()
-        return _untraced(lambda: func(known))  # type: ignore[return-value]
+        return _untraced(lambda: func(known))
 
     def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
         """How many values of a traced mask are true, or not zero, if they are known."""
-        known = self._value(mask)
+        return self._counted(mask, torch.count_nonzero, frame)
+
+    def total(self, counts: torch.Tensor, frame: FrameType) -> int | None:
+        """The sum of a traced tensor of integers, if they are known."""
+        return self._counted(counts, torch.sum, frame)
+
+    def _counted(self, tensor: torch.Tensor, count: Callable[[torch.Tensor], torch.Tensor], frame: FrameType) -> int | None:
+        known = self._value(tensor)
         if known is None:
             return None
-        self._sources_of(mask, frame)()
-        return _untraced(lambda: int(known.count_nonzero()))
+        self._sources_of(tensor, frame)()
+        return _untraced(lambda: int(count(known)))
 
     def reading(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
@@ -191,4 +199,4 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-__all__ = ["ASKING", "KnownValues"]
+__all__ = ["ASKING", "READING", "KnownValues"]
