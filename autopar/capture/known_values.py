@@ -174,13 +174,13 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def _knowable(node: fx.Node) -> bool:
-    """Whether a node has the same values whenever its operands have."""
+    """Whether a node has the same values whenever its operands have; nobody reads what `empty` makes before it is written."""
     target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
     if node.op != "call_function" or math.prod(shape) > LIMIT:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    return torch.Tag.nondeterministic_seeded not in target.tags and "empty" not in str(target)
+    return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _shaped(node: fx.Node) -> bool:
@@ -189,10 +189,20 @@ def _shaped(node: fx.Node) -> bool:
 
 
 def _forget(known: dict[fx.Node, torch.Tensor], writer: fx.Node) -> None:
-    """Drop what lies in the same memory as anything from which an operator that writes computes."""
-    written = {_memory(known[one]) for one in _sources(writer) if one in known and isinstance(known[one], torch.Tensor)}
+    """Drop what lies in the same memory as anything from which what an operator writes is computed."""
+    sources = {one for place in _written(writer) for one in _sources(place)}
+    written = {_memory(known[one]) for one in sources if one in known and isinstance(known[one], torch.Tensor)}
     for node in [one for one, value in known.items() if isinstance(value, torch.Tensor) and _memory(value) in written]:
         del known[node]
+
+
+def _written(writer: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an operator writes into."""
+    assert isinstance(writer.target, torch._ops.OpOverload)
+    for place, formal in enumerate(writer.target._schema.arguments):
+        given = writer.kwargs.get(formal.name, writer.args[place] if place < len(writer.args) else None)
+        if formal.is_write:
+            yield from (one for one in pytree.tree_leaves(given) if isinstance(one, fx.Node))
 
 
 def _memory(tensor: torch.Tensor) -> int:

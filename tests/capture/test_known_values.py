@@ -48,6 +48,13 @@ def of_what_is_written(y: torch.Tensor) -> torch.Tensor:
     return y * 2 if mask.sum() > 11 else y
 
 
+def of_an_empty_one_that_is_written(y: torch.Tensor) -> torch.Tensor:
+    counts, starts = torch.arange(1, 4, device=y.device), torch.empty(3, dtype=torch.int64, device=y.device)
+    starts[0] = 0
+    starts[1:] = counts.cumsum(0)[:-1]
+    return torch.stack([y[:, list(range(start, start + count))].sum(1) for start, count in zip(starts, counts, strict=True)])
+
+
 def of_a_list(y: torch.Tensor) -> torch.Tensor:
     lengths = torch.arange(1, 4, device=y.device)
     return torch.cat([part.sum(1) for part in torch.split(y, lengths.tolist(), dim=1)])
@@ -83,7 +90,7 @@ def of_tensors_in_a_list(y: torch.Tensor) -> torch.Tensor:
     "body",
     [
         *(of_a_mask, of_no_mask, of_steps, of_what_is_written, of_a_list, of_repeats, of_repeats_of_a_given_length),
-        *(of_distinct_values, of_tensors_in_a_list),
+        *(of_distinct_values, of_tensors_in_a_list, of_an_empty_one_that_is_written),
     ],
 )
 def test_a_number_that_sizes_decide_is_known(body: Body) -> None:
