@@ -146,6 +146,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "sam2_vision_model": _PYRAMID,
     "sam2_hiera_det_model": _HIERA,
+    "glm46v glmga": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}}
+    },
     "clvp": {"num_attention_heads": 2, "projection_dim": 64},
     "clap": {
         "patch_embeds_hidden_size": 16,
