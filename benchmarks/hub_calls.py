@@ -114,6 +114,13 @@ def _patches(config: Any) -> Sample:
 CALLS = {
     "blip-2": Call(sample=_queries),
     "instructblip": Call(sample=lambda config: {**_queries(config), "qformer_input_ids": words()}),
+    "instructblipvideo": Call(
+        sample=lambda config: {
+            "pixel_values": image(config, 4),
+            "qformer_input_ids": words(),
+            **text(config.video_token_index, 4 * config.num_query_tokens),
+        }
+    ),
     "kosmos-2": Call(sample=_kosmos),
     "idefics": Call(
         sample=lambda config: {

@@ -56,7 +56,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "chameleon": {"vocabulary_map": {"<image>": 8}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "blip-2 instructblip instructblipvideo": {"image_token_index": 100},
+    "blip-2 instructblip": {"image_token_index": 100},
+    "instructblipvideo": {"video_token_index": 100},
+    "uvdoc": {"out_features": [f"stage{stage}" for stage in range(1, 7)], "out_indices": list(range(1, 7))},
     "sam sam_hq": {
         "vit_dim": 64,
         "image_embedding_size": 4,
