@@ -43,6 +43,7 @@ from zoo_models import MODELS as ZOO
 from autopar import files
 from autopar.capture import Captured
 from autopar.errors import AutoparError
+from autopar.plan.options import Options
 from autopar.planning.planner import read_program
 from autopar.runtime.threaded_ranks import ThreadedRanks
 from autopar.verify.execution import doubled, error
@@ -103,7 +104,7 @@ def trial(kind: str, found: Record, tell: Callable[[Record], None]) -> None:
     inputs = {name: list(one.shape) for name, one in sample.items()}
     done("built", head=built.head, size=built.size, inputs=inputs, parameters=sum(one.numel() for one in module.parameters()))
     try:
-        captured = read_program(module, sample)
+        captured = read_program(module, sample, Options(static=tuple(filter(hub_models.GRIDS.search, sample))))
     except Exception:
         done("built", exported=exported(module, sample))
         raise
@@ -121,7 +122,7 @@ def trial(kind: str, found: Record, tell: Callable[[Record], None]) -> None:
             try:
                 tried.sequentially()
             except WrongNumber:
-                found["traced"] = exported_differs(module, sample)
+                found["traced"] = not exported(module, sample) and exported_differs(module, sample)
                 raise
         done("same")
         planner = Planner(module, sample, captured, SETTING)

@@ -15,6 +15,8 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.hub_changes import CHANGES
+
 WORDS = 128
 
 LAYERS = re.compile(r"(^|_)(n|num)?_?((hidden|encoder|decoder|stage|hybrid)_)?(layers?|blocks|depth)$")
@@ -64,34 +66,10 @@ CAPPED = _sizes(
     }
 )
 DEFAULTS = {"pad_token_id": 0, "decoder_start_token_id": 0, "vocab_size": WORDS}  # where the library has None
-_RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 16,
-    "hidden_sizes": [16, 32, 64, 128],
-    "depths": [1, 1, 1, 1],
-    "layer_type": "basic",
-    "out_features": ["stage2", "stage3", "stage4"],
-}
-_RESNETS = {"backbone_config": _RESNET, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
-_SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1, "feature_size": 6}
-_SHARED: dict[str, dict[str, Any]] = {
-    "detr conditional_detr dab-detr deformable_detr table-transformer": _RESNETS,
-    "autoformer informer time_series_transformer": _SERIES,
-    "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hunyuan_vl": {"head_dim": 16},
-    "mask2former oneformer": {"feature_size": 64, "mask_feature_size": 64},
-    "bamba": {"attn_layer_indices": [1]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "chameleon": {"vocabulary_map": {"<image>": 8}},
-    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
-}
-CHANGES = {kind: changes for kinds, changes in _SHARED.items() for kind in kinds.split()}  # what a type needs besides
-
 SIZES = ("small", "sixteenth", "quarter", "layers")
 DRAWN = re.compile(r"layer_?drop|^mask_(time|feature)_prob$")  # what a branch or numpy's generator would draw
 PICTURES = re.compile(r"(^|_)image_size$|^img_size$|^input_size$|^pretrain_image_size$")
-INDICES = re.compile(r"layer_(ids|indices|idx)$|_at_layer$")  # which layers are of another kind
+INDICES = re.compile(r"layer_(ids|indices|idx)$|_at_layer$|_indexes$")  # which layers are of another kind
 _SPECIAL = re.compile(r"(token_id|token_index|token_ids|_token|_idx|_index|_id)$")
 
 
@@ -123,15 +101,19 @@ class Shrinking:
             elif layers and name in ("out_features", "out_indices", "stage_names"):  # of the stages that there were
                 if name == "out_indices" and value and not given.get("out_features"):
                     found[name] = [1, 2][: len(value)]
+            elif name == "id2label":
+                found[name] = value
             elif isinstance(value, dict) and value and all(str(one).isdigit() for one in value):  # by the number of a layer
                 places = next((places for count, places in kept.items() if count > max(map(int, value))), [])
                 found[name] = {new: value[old] for new, old in enumerate(places) if old in value}
             elif value is None and name in DEFAULTS:
                 found[name] = DEFAULTS[name]
-            elif isinstance(changes.get(name), dict) and "model_type" in changes[name]:
+            elif isinstance(changes.get(name), dict) and changes[name].keys() & {"model_type", "rope_type"}:
                 found[name] = changes[name]
             elif isinstance(value, dict) and (name.endswith("config") or "model_type" in value):
-                found[name] = self.smaller(value, {**changes, **changes.get(name, {})})
+                own = changes.get(name, {})
+                missing = {one: more for one, more in own.items() if one not in value}
+                found[name] = self.smaller(value, {**changes, **own}) | missing
             elif name in layers and not isinstance(value, bool):
                 found[name] = len(kept[value])
             elif isinstance(value, (list, tuple)) and len(value) in kept and len(value) > 4:
@@ -143,15 +125,8 @@ class Shrinking:
     def value(self, name: str, value: Any, given: dict[str, Any]) -> Any:
         """One entry."""
         if isinstance(value, dict):
-            if (
-                name == "rope_parameters"
-                and self.size == "small"
-                and self.sections
-                and "rope_type" in value
-                and "mrope_section" not in value
-            ):
-                half = int(8 * (value.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1))
-                value = {**value, "mrope_section": [half // 2, half // 4, half - half // 2 - half // 4]}
+            if name == "rope_parameters" and self.size == "small":
+                value = self.by_sections(value, given)
             return {one: self.value(str(one), held, given) for one, held in value.items()}
         if isinstance(value, float):
             return 0.0 if DRAWN.search(name) else value
@@ -163,16 +138,24 @@ class Shrinking:
             return self.several(name, list(value))
         return self.number(name, value, given) if type(value) is int else value
 
+    def by_sections(self, rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """How positions are rotated, with the sections of a head of 16."""
+        half = int(8 * (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1))
+        if sections := rope.get("mrope_section"):
+            first = [one * half // sum(sections) for one in sections[:-1]]
+            return {**rope, "mrope_section": [*first, half - sum(first)]}
+        if self.sections and "rope_type" in rope:
+            return {**rope, "mrope_section": [half // 2, half // 4, half - half // 2 - half // 4]}
+        return rope
+
     def several(self, name: str, value: list[int]) -> list[int]:
         """A list of numbers: widths or depths of stages."""
         if "depth" in name or LAYERS.search(name):
             return [min(one, 1 + (at == 0)) for at, one in enumerate(value)]
         if PICTURES.search(name):
             return [64 for _ in value]
-        if name == "mrope_section" and self.size == "small":
-            return [one * 16 // (2 * sum(value)) for one in value[:-1]] + [
-                8 - sum(one * 16 // (2 * sum(value)) for one in value[:-1])
-            ]
+        if name == "mrope_section" and self.size == "small":  # it is small already
+            return value
         return [self.divided(one) for one in value] if WIDTH.search(name) else value
 
     def number(self, name: str, value: int, given: dict[str, Any]) -> int:

@@ -20,11 +20,10 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.hub_configs import PICTURES, SIZES, WORDS, Shrinking
-from benchmarks.hub_families import named, tables
+from benchmarks.hub_calls import BATCH, CALLS, GRIDS, LENGTH, TEXT_IDS, Call, number, on_grids, patches, pictures
+from benchmarks.hub_configs import SIZES, WORDS, Shrinking
+from benchmarks.hub_families import tables
 
-BATCH, LENGTH = 4, 16
-TEXT_IDS = range(8, 96)  # words drawn; special ones are below and above
 LARGEST = 40_000_000  # parameters that a trial may have
 
 LEFT_OUT = {"past_key_values", "inputs_embeds", "cache_params", "use_cache", "return_dict", "output_attentions", "labels"}
@@ -56,19 +55,19 @@ class NotBuilt(Exception):
 def built(kind: str) -> Built:
     """The first combination of head, size and inputs that runs as the user would run it; raises NotBuilt."""
     said: dict[str, None] = {}
-    for _, head in tables(kind):
+    own = CALLS.get(kind, Call())
+    for head in [own.head] if own.head else dict.fromkeys(head for _, head in tables(kind)):
         for size in SIZES:
             try:
-                module = model(kind, head, size)
+                module = model(kind, head, size, own.part)
             except Exception as error:
                 said[f"{head} {size}: {_said(error)}"] = None
                 continue
-            for names in wanted(module):
-                for sample in samples(module, names):
-                    try:
-                        return Built(module=module, sample=run(module, sample), head=head, size=size)
-                    except Exception as error:
-                        said[f"{head} {size} {'+'.join(sample)}: {_said(error)}"] = None
+            for sample in calls(module, own):
+                try:
+                    return Built(module=module, sample=run(module, sample), head=head, size=size)
+                except Exception as error:
+                    said[f"{head} {size} {'+'.join(sample)}: {_said(error)}"] = None
     raise NotBuilt("\n".join(said))
 
 
@@ -76,11 +75,12 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
-def model(kind: str, head: str, size: str) -> nn.Module:
-    """A head of a type at a size, with random weights."""
+def model(kind: str, head: str, size: str, part: str = "") -> nn.Module:
+    """A head of a type at a size, or one of a part of its configuration, with random weights."""
     made = getattr(transformers, head)
     sections = "mrope_section" in inspect.getsource(inspect.getmodule(made))
     config = Shrinking(size, sections).config(kind)
+    config = getattr(config, part) if part else config
     with torch.device("meta"):
         count = sum(one.numel() for one in made(config).parameters())
     if count > LARGEST:
@@ -88,6 +88,18 @@ def model(kind: str, head: str, size: str) -> nn.Module:
     torch.manual_seed(0)
     module: nn.Module = made(config).float().train()
     return module
+
+
+def calls(module: nn.Module, own: Call) -> Iterator[dict[str, Any]]:
+    """Samples to try: those that the type needs, or all combinations of arguments by their names."""
+    if own.sample:
+        torch.manual_seed(1)
+        yield own.sample(module.config)
+    else:
+        arguments = inspect.signature(module.forward).parameters
+        if "image_grid_thw" in arguments and hasattr(module.config, "image_token_id"):
+            yield from on_grids(module.config, arguments)
+        yield from itertools.chain(*(samples(module, names) for names in wanted(module)))
 
 
 def wanted(module: nn.Module) -> Iterator[list[str]]:
@@ -123,20 +135,6 @@ def samples(module: nn.Module, names: list[str]) -> Iterator[dict[str, Any]]:
             yield dict(zip(names, chosen, strict=True))
 
 
-def number(config: Any, *names: str, otherwise: int, least: int = 0) -> int:
-    """The smallest number of one of these names in a configuration or its parts, above `least`."""
-    found = [value for name, value in named(config) if name in names and type(value) is int and value > least]
-    return min(found, default=otherwise)
-
-
-def pictures(config: Any) -> tuple[int, int]:
-    """The sides of an image."""
-    for name, value in named(config):
-        if PICTURES.search(name) and value:
-            return (value, value) if isinstance(value, int) else tuple(value)[:2]
-    return 64, 64
-
-
 def tensors(name: str, module: nn.Module, config: Any) -> Iterator[torch.Tensor]:
     """Forms of an argument, by its name."""
     torch.manual_seed(1)
@@ -156,6 +154,10 @@ def tensors(name: str, module: nn.Module, config: Any) -> Iterator[torch.Tensor]
             if "Seg" in head
             else torch.rand(BATCH, high, wide)
         )
+    elif name == "grid_thw":
+        yield torch.tensor([[1, 4, 4]] * BATCH)
+    elif name in ("pixel_values", "hidden_states") and any(map(GRIDS.search, inspect.signature(module.forward).parameters)):
+        yield from patches(config)
     elif name == "pixel_values":
         frames = number(config, "num_frames", otherwise=2)
         yield torch.randn(BATCH, channels, high, wide)

@@ -16,9 +16,24 @@ from torch.fx.experimental import proxy_tensor
 
 @dataclass(slots=True)
 class Masks:
-    """The masks that have selected something so far, with the nodes that made them."""
+    """The masks that have selected something so far, with the nodes that made them; and those whose places were asked for."""
 
     seen: list[tuple[torch.Tensor, fx.Node, int]] = field(default_factory=list)
+    located: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, int]] = field(default_factory=list)
+
+    def note(self, mask: object, places: object) -> None:
+        """Remember where a mask is true: torch.where(mask)."""
+        if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and isinstance(places, tuple):
+            self.located.append((places, mask, mask._version))
+
+    def behind(self, index: object) -> object:
+        """The mask whose places an index has, if it was not written since: x[torch.where(mask)] is x[mask]."""
+        parts = index if isinstance(index, tuple) else (index,)
+        for places, mask, version in self.located:
+            same = len(parts) == len(places) and all(part is place for part, place in zip(parts, places, strict=True))
+            if same and mask._version == version:
+                return mask
+        return index
 
     def first_alike(self, index: object) -> object:
         """The first mask that was computed as this one is and not written since; anything else as it is."""

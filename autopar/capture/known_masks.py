@@ -3,7 +3,8 @@
     logits[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)      what is off the diagonal, by its places
     rows, columns = torch.where(torch.ones(n, n).triu(1) > 0)
 
-The graph sorts the mask for its places, in their order: as numbers they would make it as long as there are.
+The graph sorts the mask for its places, in their order: as numbers they would make it as long as there are. Rows that are put
+where any mask is true, x[mask] = rows, are scattered there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 Count = Callable[[torch.Tensor], int | None]  # of the true values of a mask; None where it is not known
 SELECTING = (torch.Tensor.masked_select, torch.masked_select)
+_ALL = slice(None)
 LOCATING = (torch.Tensor.nonzero, torch.nonzero, torch.Tensor.argwhere, torch.argwhere, torch.where)
 
 
@@ -25,7 +27,7 @@ def located(func: object, args: tuple[object, ...], count: Count) -> tuple[objec
     parts = index if isinstance(index, tuple) else (index,)
     found: list[object] = []
     for part in parts:
-        places = _places(part, count) if isinstance(part, torch.Tensor) and part.dtype is torch.bool else None
+        places = true_places(part, count) if isinstance(part, torch.Tensor) and part.dtype is torch.bool else None
         found += (part,) if places is None else places
     return x, tuple(found) if len(found) > 1 or isinstance(index, tuple) else found[0]
 
@@ -41,15 +43,36 @@ def selected(func: object, args: tuple[object, ...], kwargs: dict[str, object], 
         return None
     if func in SELECTING:
         shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
-        places = _places(mask.expand(shape), count)
+        places = true_places(mask.expand(shape), count)
         return None if places is None else x.expand(shape)[places]
-    places = _places(x if x.dtype is torch.bool else x != 0, count)
+    places = true_places(x if x.dtype is torch.bool else x != 0, count)
     if places is None or func is torch.where or named.get("as_tuple"):
         return places
     return torch.stack(places, 1)
 
 
-def _places(mask: torch.Tensor, count: Count) -> tuple[torch.Tensor, ...] | None:
+def put(func: object, args: tuple[object, ...]) -> bool:
+    """Write `x[mask] = rows` as `x.copy_(x.masked_scatter(mask, rows))`, and say so; False for any other call."""
+    if func is not torch.Tensor.__setitem__:
+        return False
+    x, index, rows = args
+    mask, *more = index if isinstance(index, tuple) and index else (index,)
+    if not isinstance(mask, torch.Tensor) or not isinstance(x, torch.Tensor) or not isinstance(rows, torch.Tensor):
+        return False
+    others = x.shape[mask.dim() :]
+    single = isinstance(rows.shape[0], int) and rows.shape[0] == 1 if rows.dim() else True
+    if mask.dtype is not torch.bool or not mask.dim() or any(one not in (..., _ALL) for one in more):
+        return False
+    if single or rows.dim() != 1 + len(others):  # the same for every place
+        return False
+    spread = rows.to(x.dtype).expand(rows.shape[0], *others)
+    for _ in others:
+        mask = mask.unsqueeze(-1)
+    x.copy_(x.masked_scatter(mask, spread))
+    return True
+
+
+def true_places(mask: torch.Tensor, count: Count) -> tuple[torch.Tensor, ...] | None:
     """Where a mask is true, an index for each of its dims."""
     if not mask.dim() or (number := count(mask)) is None:
         return None

@@ -25,6 +25,7 @@ from autopar.capture import source_location
 from autopar.capture.equal_masks import node_of, slot_of
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
+READING = (*ASKING, torch.Tensor.tolist)
 _T = TypeVar("_T")
 LIMIT = 2**22  # elements of a tensor that is computed in order to know a number
 
@@ -40,21 +41,28 @@ class KnownValues:
         self._given = {node: (name, values[name]) for name, node in nodes.items() if node is not None}
         self.decided: dict[str, str] = {}
 
-    def number(self, func: Callable[..., object], tensor: object, frame: FrameType) -> bool | int | float | None:
-        """What a function in `ASKING` says of a traced tensor whose values are known; None for any other."""
+    def number(self, func: Callable[..., object], tensor: object, frame: FrameType) -> object:
+        """What a function in `READING` says of a traced tensor whose values are known; None for any other."""
         known = self._value(tensor) if isinstance(tensor, torch.Tensor) else None
         if known is None or not isinstance(tensor, torch.Tensor):
             return None
         self._sources_of(tensor, frame)()
-        return _untraced(lambda: func(known))  # type: ignore[return-value]
+        return _untraced(lambda: func(known))
 
     def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
         """How many values of a traced mask are true, or not zero, if they are known."""
-        known = self._value(mask)
+        return self._counted(mask, torch.count_nonzero, frame)
+
+    def total(self, counts: torch.Tensor, frame: FrameType) -> int | None:
+        """The sum of a traced tensor of integers, if they are known."""
+        return self._counted(counts, torch.sum, frame)
+
+    def _counted(self, tensor: torch.Tensor, count: Callable[[torch.Tensor], torch.Tensor], frame: FrameType) -> int | None:
+        known = self._value(tensor)
         if known is None:
             return None
-        self._sources_of(mask, frame)()
-        return _untraced(lambda: int(known.count_nonzero()))
+        self._sources_of(tensor, frame)()
+        return _untraced(lambda: int(count(known)))
 
     def reading(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
@@ -166,13 +174,13 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def _knowable(node: fx.Node) -> bool:
-    """Whether a node has the same values whenever its operands have."""
+    """Whether a node has the same values whenever its operands have; nobody reads what `empty` makes before it is written."""
     target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
     if node.op != "call_function" or math.prod(shape) > LIMIT:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    return torch.Tag.nondeterministic_seeded not in target.tags and "empty" not in str(target)
+    return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _shaped(node: fx.Node) -> bool:
@@ -181,14 +189,24 @@ def _shaped(node: fx.Node) -> bool:
 
 
 def _forget(known: dict[fx.Node, torch.Tensor], writer: fx.Node) -> None:
-    """Drop what lies in the same memory as anything from which an operator that writes computes."""
-    written = {_memory(known[one]) for one in _sources(writer) if one in known and isinstance(known[one], torch.Tensor)}
+    """Drop what lies in the same memory as anything from which what an operator writes is computed."""
+    sources = {one for place in _written(writer) for one in _sources(place)}
+    written = {_memory(known[one]) for one in sources if one in known and isinstance(known[one], torch.Tensor)}
     for node in [one for one, value in known.items() if isinstance(value, torch.Tensor) and _memory(value) in written]:
         del known[node]
+
+
+def _written(writer: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an operator writes into."""
+    assert isinstance(writer.target, torch._ops.OpOverload)
+    for place, formal in enumerate(writer.target._schema.arguments):
+        given = writer.kwargs.get(formal.name, writer.args[place] if place < len(writer.args) else None)
+        if formal.is_write:
+            yield from (one for one in pytree.tree_leaves(given) if isinstance(one, fx.Node))
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-__all__ = ["ASKING", "KnownValues"]
+__all__ = ["ASKING", "READING", "KnownValues"]

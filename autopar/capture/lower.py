@@ -16,7 +16,7 @@ from autopar.capture.emission import Emission, Region
 from autopar.capture.functionalize import Handle, Held, Storage, View
 from autopar.capture.meta_copy import MetaCopy
 from autopar.capture.selected_ops import SelectedOp
-from autopar.capture.selection import Selections, symbolic
+from autopar.capture.selection import Selections, fixed, symbolic
 from autopar.capture.signature import ModelCall
 from autopar.capture.trace import Traced, varying
 from autopar.errors import CaptureError
@@ -113,9 +113,11 @@ class Lowering:
             return self.inline(node, module, env, region)
         nodes.refuse_transform(node)
         sized = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if sized and (number := fixed(node.meta["val"])) is not None:
+            return number
         if sized or not isinstance(node.target, torch._ops.OpOverload):
             return Handle(ref=self.selected(node, region).number())
-        if any(map(symbolic, (node, *node.all_input_nodes))):
+        if any(map(symbolic, (node, *node.all_input_nodes))) or nodes.selects(node):
             return self.rows(node, env, region)
         args = tuple(_leaf(argument, env, node) for argument in node.args)
         kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture import equal_values, nodes, traced_losses
-from autopar.capture.selection import Rows, Selection, Selections, symbolic
+from autopar.capture.selection import Rows, Selection, Selections, fixed, symbolic
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
 from autopar.ir.builder import Keywords
@@ -40,6 +40,8 @@ class SelectedOp:
         """The results of the node; raises CaptureError where it selects by anything but a mask, or mixes rows."""
         if (selected := self.selected(args)) is not None:
             return (selected,)
+        if nodes.selects(self.node) and not symbolic(self.node):
+            raise self.mixing()
         if symbolic(self.node):
             tuple(self.traced())  # raises for sizes that nothing is known of
         target = traced_losses.meant(self.node.target)
@@ -69,7 +71,10 @@ class SelectedOp:
         return self.one("aten.add.Tensor", self.one("aten.mul.Tensor", self.count(selection), times), more)
 
     def selected(self, args: tuple[Argument, ...]) -> Ref | None:
-        """The rows that the node selects by a mask, or the places of them; None if it selects nothing."""
+        """The rows that the node selects by a mask, or the places of them; None if it selects nothing.
+
+        Rows of a number that is known are the first that the mask selects, in their order.
+        """
         match str(self.node.target), args:
             case "aten.index.Tensor", (Ref() as x, tuple() as index) if self.is_mask(*refs(index)):
                 place = next(dim for dim, one in enumerate(index) if one is not None)
@@ -80,6 +85,8 @@ class SelectedOp:
             case "aten.nonzero.default", (Ref() as mask,) if (
                 self.is_mask(mask) and len(self.shape(mask)) == 1 and mask.name not in self.selections.held
             ):
+                if (number := fixed(self.node.meta["val"].shape[0])) is not None:
+                    return self.one("aten.unsqueeze.default", self.first(mask, number), 1)
                 selection = self.selections.learn(self.symbol(0), mask)
                 (places,) = self.emit("aten.arange.default", self.shape(mask), (("device", torch.device("meta")),))
                 found = self.one("aten.unsqueeze.default", places, 1)
@@ -91,10 +98,18 @@ class SelectedOp:
             raise self.mixing()
         before, taken, after = self.shape(x)[:place], self.shape(mask), self.shape(x)[place + len(self.shape(mask)) :]
         flat = self.one("aten.reshape.default", mask, (math.prod(taken),)) if len(taken) > 1 else mask
+        if (number := fixed(self.node.meta["val"].shape[place])) is not None:
+            rows = self.one("aten.reshape.default", x, (*before, math.prod(taken), *after))
+            return self.one("aten.index_select.default", rows, place, self.first(flat, number))
         selection = self.selections.learn(self.symbol(place), flat)
         rows = self.one("aten.reshape.default", x, (*before, selection.rows, *after))
         self.selections.held[rows.name] = {place: selection}
         return self.ones(rows)  # type: ignore[return-value]
+
+    def first(self, mask: Ref, number: int) -> Ref:
+        """The first places where a flat mask is true."""
+        order = self.emit("aten.sort.stable", (mask,), (("stable", True), ("descending", True)))[1]
+        return self.one("aten.slice.Tensor", order, 0, 0, number)
 
     def by_row(self, target: str, named: Named) -> tuple[Ref, ...]:
         """An operator that does the same with every row.

@@ -6,6 +6,9 @@ reduces them leaves out those that are not selected (`autopar.capture.selected_o
     y = x[mask]                  y = where(mask, x, 1)                          x is (n, 8), and so is y
     z = relu(y)                  z = relu(y)
     l = mean(z)           ->     l = sum(where(mask, z, 0)) / (8 * sum(mask))
+
+Where the rows are combined with so many others that their number must be that, they are selected by the first places where the
+mask is true: x[mask] + v.
 """
 
 from __future__ import annotations
@@ -74,7 +77,13 @@ def symbolic(node: fx.Node) -> bool:
     """Whether a node's result is a size that varies, or has one."""
     traced = node.meta.get("val")
     return any(
-        isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) and fixed(size) is None
         for one in (traced if isinstance(traced, (list, tuple)) else (traced,))
         for size in (one.shape if isinstance(one, torch.Tensor) else (one,))
     )
+
+
+def fixed(size: object) -> int | None:
+    """The number that a traced size must be, by what it was combined with; None for one that varies."""
+    found = size.node.expr if isinstance(size, torch.SymInt) else size
+    return int(found) if isinstance(found, (int, sympy.Integer)) else None

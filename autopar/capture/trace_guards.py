@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from autopar.capture import (
     covariance,
     custom_functions,
     embedding_bag,
+    known_lengths,
     known_masks,
     source_location,
     traced_losses,
@@ -47,7 +48,7 @@ from autopar.capture.carried_tensors import CarriedTensors
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.held_tensors import HeldTensor, held_tensors
-from autopar.capture.known_values import ASKING, KnownValues
+from autopar.capture.known_values import ASKING, READING, KnownValues
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
@@ -149,7 +150,7 @@ class Guards(TorchFunctionMode):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
-        if func in ASKING and (found := self.known.number(func, args[0], asker)) is not None:
+        if func in READING and (found := self.known.number(func, args[0], asker)) is not None:
             return found
         if func in ASKING and (answer := self.answers.answer(func, args[0], asker)) is not None:
             return answer
@@ -161,11 +162,21 @@ class Guards(TorchFunctionMode):
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
+        if func in _INDEXING:
+            args = (args[0], self.masks.behind(args[1]), *args[2:])
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         count = functools.partial(self.known.true_values, frame=asker)
         args = known_masks.located(func, args, count)
         if (chosen := known_masks.selected(func, args, given, count)) is not None:
             return chosen
+        if known_masks.put(func, args):
+            return None
+        if func in _LOCATING and len(args) == 1:
+            self.masks.note(args[0], places := self.known.reading(func, args, given, asker))
+            return places
+        total = functools.partial(self.known.total, frame=asker)
+        if (found := known_lengths.as_long_as_known(func, args, given, count, total)) is not None:
+            return found
         if func in _STAND_INS:
             return self.known.reading(_STAND_INS[func](func), args, given, asker)
         if isinstance(func, FunctionType) and not types and func not in self.inside:
@@ -276,13 +287,16 @@ def _asking(original: Callable[[], bool]) -> Callable[[], bool]:
 
 def _as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def as_tensor(data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
-        return original(data, dtype=dtype, **rest) if _numbers(data) is None else _literal(torch.tensor)(data, dtype=dtype)
+        spelt = _mixed(data) or _numbers(data) is not None
+        return _literal(torch.tensor)(data, dtype=dtype) if spelt else original(data, dtype=dtype, **rest)
 
     return as_tensor
 
 
 def _literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def tensor(data: object, *, dtype: torch.dtype | None = None, device: object = None, **rest: object) -> torch.Tensor:
+        if _mixed(data):
+            return _stacked(data, dtype)
         found = _numbers(data)
         if found is None or len(found[1]) > LITERAL_LIMIT:
             return original(data, dtype=dtype, device=device, **rest)
@@ -295,6 +309,20 @@ def _literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
 
     return tensor
+
+
+def _mixed(data: object) -> TypeGuard[list[torch.Tensor | float]]:
+    """Whether data is a flat list of numbers, some of which are tensors."""
+    if not isinstance(data, (list, tuple)) or not any(isinstance(one, torch.Tensor) for one in data):
+        return False
+    return all(isinstance(one, (bool, int, float)) or (isinstance(one, torch.Tensor) and not one.dim()) for one in data)
+
+
+def _stacked(data: list[torch.Tensor | float], dtype: torch.dtype | None) -> torch.Tensor:
+    """Such a list as a tensor, which has no gradient."""
+    parts = [one.detach() if isinstance(one, torch.Tensor) else _literal(torch.tensor)(one) for one in data]
+    common = dtype or functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    return torch.stack([part.to(common) for part in parts])
 
 
 def _indexed(original: Callable[..., object]) -> Callable[..., object]:
@@ -345,6 +373,8 @@ def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
 
 
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_LOCATING = (torch.where,)
 _SELECTING = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, with the shape of a tensor; the way out
     (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),

@@ -20,6 +20,12 @@ def test_a_type_is_built_small_and_runs(kind: str, family: str) -> None:
     assert hub_families.family(kind) == family
 
 
+def test_a_type_that_is_called_in_its_own_way_has_the_sample_that_its_processor_makes() -> None:
+    built = hub_models.built("kosmos-2")
+    latent = built.module.config.latent_query_num
+    assert built.sample["image_embeds_position_mask"].sum(1).tolist() == [latent] * 4
+
+
 def test_layers_are_cut_to_the_first_of_each_kind_with_what_is_listed_per_layer() -> None:
     config = hub_configs.Shrinking("small", False).config("gemma3_text")
     assert config.layer_types == ["sliding_attention", "full_attention"]

@@ -48,7 +48,51 @@ def of_what_is_written(y: torch.Tensor) -> torch.Tensor:
     return y * 2 if mask.sum() > 11 else y
 
 
-@pytest.mark.parametrize("body", [of_a_mask, of_no_mask, of_steps, of_what_is_written])
+def of_an_empty_one_that_is_written(y: torch.Tensor) -> torch.Tensor:
+    counts, starts = torch.arange(1, 4, device=y.device), torch.empty(3, dtype=torch.int64, device=y.device)
+    starts[0] = 0
+    starts[1:] = counts.cumsum(0)[:-1]
+    return torch.stack([y[:, list(range(start, start + count))].sum(1) for start, count in zip(starts, counts, strict=True)])
+
+
+def of_a_list(y: torch.Tensor) -> torch.Tensor:
+    lengths = torch.arange(1, 4, device=y.device)
+    return torch.cat([part.sum(1) for part in torch.split(y, lengths.tolist(), dim=1)])
+
+
+def of_repeats(y: torch.Tensor) -> torch.Tensor:
+    counts = torch.arange(4, device=y.device)
+    rows, one = torch.repeat_interleave(y, counts, dim=0), torch.full((1,), 2, device=y.device)
+    return (
+        rows.sum(1) * counts.repeat_interleave(counts) + torch.repeat_interleave(counts)[:, None] + y.repeat_interleave(one)[:6]
+    )
+
+
+def of_repeats_of_a_given_length(y: torch.Tensor) -> torch.Tensor:
+    counts = (y[:, 0] > 0).long() * 2 + (y[:, 0] <= 0).long() * 2  # values, but their sum is said
+    return torch.repeat_interleave(y, counts, dim=0, output_size=8)
+
+
+def of_distinct_values(y: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(6, device=y.device).mul(2) % 6
+    runs, sorted_ = torch.unique_consecutive(steps // 4), steps.unique()
+    return y[:, sorted_] * 2 + torch.zeros(len(runs), 4, 3, device=y.device)[runs].sum() + torch.unique(steps).sum()
+
+
+def of_tensors_in_a_list(y: torch.Tensor) -> torch.Tensor:
+    counts = torch.arange(3, device=y.device)
+    return y[:, :3] * torch.tensor([counts.sum(), 2, y.detach().sum()], device=y.device) + torch.as_tensor(
+        [counts[1], counts[2], True]
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(of_a_mask, of_no_mask, of_steps, of_what_is_written, of_a_list, of_repeats, of_repeats_of_a_given_length),
+        *(of_distinct_values, of_tensors_in_a_list, of_an_empty_one_that_is_written),
+    ],
+)
 def test_a_number_that_sizes_decide_is_known(body: Body) -> None:
     interpreter.check(Does(body), X)
 

@@ -48,6 +48,8 @@ BODIES: dict[str, Body] = {
     "padding": lambda y, n: functional.pad(y, (n, 1)),
     "interpolation": lambda y, n: functional.interpolate(y[None], size=n + 2),
     "a tensor": lambda y, n: y * n,
+    "lengths": lambda y, n: torch.cat([part.sum(1) for part in y.split(torch.stack([n, 6 - n]).tolist(), 1)]),
+    "repeats": lambda y, n: torch.repeat_interleave(y, torch.stack([n, n, n * 2, n - 3]), dim=0),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.capture import Captured
 from autopar.ir.program import Parameter, Program
 from autopar.planning.planner import read_program
 from autopar.verify import verification
+from autopar.verify.execution import error
 from autopar.verify.report import Report
 
 
@@ -157,3 +159,10 @@ def test_a_model_with_checkpoints_is_verified_and_gradients_stay_as_they_were(re
     assert report.ok, str(report)
     assert (model.first.weight.grad, x.grad) == (None, None)
     assert torch.equal(model.last.weight.grad, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(
+    "found, expected, right", [([1.0, -math.inf], [1.0, -math.inf], True), ([1.0, math.inf], [1.0, 2.0], False)]
+)
+def test_equal_infinities_are_no_error(found: list[float], expected: list[float], right: bool) -> None:
+    assert (error(torch.tensor(found), torch.tensor(expected)) == 0) is right

@@ -1,0 +1,62 @@
+"""Results that are as long as numbers say which are known while a model is traced.
+
+    torch.repeat_interleave(x, repeats)      x at the places that are counted: x[[0, 0, 1]] for [2, 1]
+    torch.unique_consecutive(x)              x where it is another than before: x[[0, 2]] for [5, 5, 6]
+
+The graph computes the places, by comparisons with the running sum of the counts, or by a sort.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.capture.known_masks import Count, true_places
+
+_REPEATING = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
+_DISTINCT = (torch.unique_consecutive, torch.Tensor.unique_consecutive, torch.unique, torch.Tensor.unique)
+_SORTED = (torch.unique, torch.Tensor.unique)
+
+
+def as_long_as_known(
+    func: object, args: tuple[object, ...], kwargs: dict[str, object], count: Count, total: Count
+) -> torch.Tensor | None:
+    """What a function returns whose result is as long as known numbers say; None for others, and where they are not known.
+
+    `count` has the true values of a mask, `total` the sum of integers, if these are known.
+    """
+    if func in _REPEATING:
+        return _repeated(args, kwargs, total)
+    more = [value for name, value in kwargs.items() if name != "sorted" and value is not False and value is not None]
+    if func in _DISTINCT and len(args) == 1 and not more and isinstance(x := args[0], torch.Tensor):
+        flat = x.reshape(-1)
+        return _distinct(torch.sort(flat).values if func in _SORTED and len(flat) else flat, count)
+    return None
+
+
+def _repeated(args: tuple[object, ...], kwargs: dict[str, object], total: Count) -> torch.Tensor | None:
+    named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    x, repeats, dim, length = (named.get(name) for name in ("input", "repeats", "dim", "output_size"))
+    if "repeats" not in named:  # of nothing but the counts: the places
+        x, repeats = None, x
+    if not isinstance(repeats, torch.Tensor) or repeats.is_floating_point():
+        return None
+    if isinstance(x, torch.Tensor):
+        x, dim = (x.reshape(-1), 0) if not isinstance(dim, int) else (x, dim)
+        repeats = repeats.expand(x.shape[dim]) if repeats.numel() == 1 else repeats
+    length = total(repeats) if length is None else length
+    if not isinstance(length, int):
+        return None
+    found = torch.arange(length, device=repeats.device).unsqueeze(1).ge(repeats.cumsum(0)).sum(1)
+    return x.index_select(dim, found) if isinstance(x, torch.Tensor) and isinstance(dim, int) else found
+
+
+def _distinct(x: torch.Tensor, count: Count) -> torch.Tensor | None:
+    """A tensor of one dim without what equals the element before it."""
+    if len(x) < 2:
+        return x
+    other = torch.cat([torch.ones(1, dtype=torch.bool, device=x.device), x[1:] != x[:-1]])
+    found = true_places(other, count)
+    return None if found is None else x[found]
+
+
+__all__ = ["as_long_as_known"]
