@@ -2,9 +2,9 @@
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
 `x[[1, 2]]` on the meta device has no numbers. The first is an operator where that is not all
-(`autopar.capture.custom_functions`), hooks are refused; the others are made of operators that carry them. What only looks at
-values to refuse them, or to find out what a mask is, looks away: `autopar.capture.assertions`. Bags of embeddings are spelt
-out: `autopar.capture.embedding_bag`.
+(`autopar.capture.custom_functions`), hooks are refused; the others are made of operators that carry them
+(`autopar.capture.literals`). What only looks at values to refuse them, or to find out what a mask is, looks away:
+`autopar.capture.assertions`. Bags of embeddings are spelt out: `autopar.capture.embedding_bag`.
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
 only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, `torch.is_grad_enabled`, the `apply`
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,11 +49,11 @@ from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import ASKING, READING, KnownValues
+from autopar.capture.literals import as_literal, literal, with_literals
 from autopar.capture.python_state import Changes, Generators, attributes, changes
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
 
-LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -256,7 +256,7 @@ def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Cal
     tracing = threading.get_ident()
 
     def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return _literal(torch.tensor)(array) if threading.get_ident() == tracing else original(array)
+        return literal(torch.tensor)(array) if threading.get_ident() == tracing else original(array)
 
     return from_numpy
 
@@ -283,94 +283,6 @@ def _asking(original: Callable[[], bool]) -> Callable[[], bool]:
         return original()
 
     return is_grad_enabled
-
-
-def _as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def as_tensor(data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
-        spelt = _mixed(data) or _numbers(data) is not None
-        return _literal(torch.tensor)(data, dtype=dtype) if spelt else original(data, dtype=dtype, **rest)
-
-    return as_tensor
-
-
-def _literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def tensor(data: object, *, dtype: torch.dtype | None = None, device: object = None, **rest: object) -> torch.Tensor:
-        if _mixed(data):
-            return _stacked(data, dtype)
-        found = _numbers(data)
-        if found is None or len(found[1]) > LITERAL_LIMIT:
-            return original(data, dtype=dtype, device=device, **rest)
-        shape, numbers = found
-        common = dtype or _dtype(data, numbers)
-        if not numbers:
-            return torch.zeros(shape, dtype=common, device="meta")
-        if not shape:
-            return torch.full((), numbers[0], dtype=common, device="meta")
-        return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
-
-    return tensor
-
-
-def _mixed(data: object) -> TypeGuard[list[torch.Tensor | float]]:
-    """Whether data is a flat list of numbers, some of which are tensors."""
-    if not isinstance(data, (list, tuple)) or not any(isinstance(one, torch.Tensor) for one in data):
-        return False
-    return all(isinstance(one, (bool, int, float)) or (isinstance(one, torch.Tensor) and not one.dim()) for one in data)
-
-
-def _stacked(data: list[torch.Tensor | float], dtype: torch.dtype | None) -> torch.Tensor:
-    """Such a list as a tensor, which has no gradient."""
-    parts = [one.detach() if isinstance(one, torch.Tensor) else _literal(torch.tensor)(one) for one in data]
-    common = dtype or functools.reduce(torch.promote_types, (part.dtype for part in parts))
-    return torch.stack([part.to(common) for part in parts])
-
-
-def _indexed(original: Callable[..., object]) -> Callable[..., object]:
-    """`x[index]` and `x[index] = y` with the lists in the index made literal tensors."""
-
-    def at(x: torch.Tensor, index: object, *value: object) -> object:
-        if isinstance(index, tuple):
-            return original(x, tuple(map(_spelt, index)), *value)
-        return original(x, _spelt(index), *value)
-
-    return at
-
-
-def _spelt(index: object) -> object:
-    """A list in an index as a literal tensor; a flat list of truth values as the places of the true ones."""
-    if not isinstance(index, list) or (found := _numbers(index)) is None:
-        return index
-    if not found[1]:
-        return torch.zeros(found[0], dtype=torch.int64, device="meta")
-    if all(isinstance(number, bool) for number in index):
-        return _literal(torch.tensor)([place for place, number in enumerate(index) if number])
-    return _literal(torch.tensor)(index)
-
-
-def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:
-    """Shape and numbers of an array or of nested lists of Python numbers; None for anything else."""
-    if isinstance(data, (np.ndarray, np.generic)):
-        return _numbers(data.tolist())
-    if isinstance(data, (bool, int, float)):
-        return (), [data]
-    if not isinstance(data, (list, tuple)):
-        return None
-    if not data:
-        return (0,), []
-    parts = [_numbers(part) for part in data]
-    known = [part for part in parts if part is not None]
-    if len(known) != len(parts) or any(part[0] != known[0][0] for part in known):
-        return None
-    return (len(known), *known[0][0]), [number for _, numbers in known for number in numbers]
-
-
-def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
-    """The dtype that `torch.tensor` gives to these numbers."""
-    if isinstance(data, (np.ndarray, np.generic)):
-        return getattr(torch, data.dtype.name)  # type: ignore[no-any-return]
-    if not numbers or any(isinstance(number, float) for number in numbers):
-        return torch.get_default_dtype()
-    return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
 
 
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -401,12 +313,12 @@ _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] 
     nn.functional.embedding_bag: embedding_bag.spelt,
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,
-    torch.ctc_loss: traced_losses.of_lengths(_literal(torch.tensor)),
+    torch.ctc_loss: traced_losses.of_lengths(literal(torch.tensor)),
     **dict.fromkeys((torch.cov, torch.Tensor.cov), lambda _: covariance.covariance),
     **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), lambda _: covariance.correlation),
-    torch.tensor: _literal,
-    torch.as_tensor: _as_literal,
-    torch.asarray: _as_literal,
-    torch.Tensor.__getitem__: _indexed,
-    torch.Tensor.__setitem__: _indexed,
+    torch.tensor: literal,
+    torch.as_tensor: as_literal,
+    torch.asarray: as_literal,
+    torch.Tensor.__getitem__: with_literals,
+    torch.Tensor.__setitem__: with_literals,
 }

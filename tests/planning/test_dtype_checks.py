@@ -139,6 +139,12 @@ def test_where_no_input_is_to_blame_the_model_is() -> None:
     assert refusal.value.details["fix"] == "cast fc:linear#0 in forward: .to(torch.float64)"
 
 
+@pytest.mark.parametrize("divided", [torch.remainder, torch.floor_divide, torch.fmod])
+def test_integers_are_divided_by_integers(divided: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    model = Calls(lambda m, x: m.table(divided(x, x + 1).clamp(0, 4)))
+    assert autopar.plan(model, TOKENS, (1,), device="h100")
+
+
 def test_autocast_and_mixed_precision_cast_no_double() -> None:
     with pytest.raises(InputError, match="Double") as refusal:
         autopar.plan(Calls(linear), X.double(), (1,), device="h100", precision="bf16-mixed")

@@ -1,0 +1,112 @@
+"""Literal tensors: numbers that forward writes out are carried by operators, as the meta device has none.
+
+torch.tensor([1, 2])          cat([full((1,), 1), full((1,), 2)])
+torch.tensor([length, 1])     stack([length, full((), 1)])
+x[[0, 2]]                     x[torch.tensor([0, 2])]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeGuard
+
+import numpy as np
+import torch
+
+LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
+
+
+def as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.as_tensor` of numbers as a literal tensor, and of anything else as it is."""
+
+    def as_tensor(data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
+        spelt = _mixed(data) or _numbers(data) is not None
+        return literal(torch.tensor)(data, dtype=dtype) if spelt else original(data, dtype=dtype, **rest)
+
+    return as_tensor
+
+
+def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` of numbers, some of which may be tensors, made of operators on the meta device."""
+
+    def tensor(data: object, *, dtype: torch.dtype | None = None, device: object = None, **rest: object) -> torch.Tensor:
+        if _mixed(data):
+            return _stacked(data, dtype)
+        found = _numbers(data)
+        if found is None or len(found[1]) > LITERAL_LIMIT:
+            return original(data, dtype=dtype, device=device, **rest)
+        shape, numbers = found
+        common = dtype or _dtype(data, numbers)
+        if not numbers:
+            return torch.zeros(shape, dtype=common, device="meta")
+        if not shape:
+            return torch.full((), numbers[0], dtype=common, device="meta")
+        return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
+
+    return tensor
+
+
+def _mixed(data: object) -> TypeGuard[list[torch.Tensor | float]]:
+    """Whether data is a flat list of numbers, some of which are tensors."""
+    if not isinstance(data, (list, tuple)) or not any(isinstance(one, torch.Tensor) for one in data):
+        return False
+    return all(isinstance(one, (bool, int, float)) or (isinstance(one, torch.Tensor) and not one.dim()) for one in data)
+
+
+def _stacked(data: list[torch.Tensor | float], dtype: torch.dtype | None) -> torch.Tensor:
+    """Such a list as a tensor, which has no gradient."""
+    parts = [one.detach() if isinstance(one, torch.Tensor) else literal(torch.tensor)(one) for one in data]
+    common = dtype or functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    return torch.stack([part.to(common) for part in parts])
+
+
+def with_literals(original: Callable[..., object]) -> Callable[..., object]:
+    """`x[index]` and `x[index] = y` with the lists in the index made literal tensors."""
+
+    def at(x: torch.Tensor, index: object, *value: object) -> object:
+        if isinstance(index, tuple):
+            return original(x, tuple(map(_spelt, index)), *value)
+        return original(x, _spelt(index), *value)
+
+    return at
+
+
+def _spelt(index: object) -> object:
+    """A list in an index as a literal tensor; a flat list of truth values as the places of the true ones."""
+    if not isinstance(index, list) or (found := _numbers(index)) is None:
+        return index
+    if not found[1]:
+        return torch.zeros(found[0], dtype=torch.int64, device="meta")
+    if all(isinstance(number, bool) for number in index):
+        return literal(torch.tensor)([place for place, number in enumerate(index) if number])
+    return literal(torch.tensor)(index)
+
+
+def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:
+    """Shape and numbers of an array or of nested lists of Python numbers; None for anything else."""
+    if isinstance(data, (np.ndarray, np.generic)):
+        return _numbers(data.tolist())
+    if isinstance(data, (bool, int, float)):
+        return (), [data]
+    if not isinstance(data, (list, tuple)):
+        return None
+    if not data:
+        return (0,), []
+    parts = [_numbers(part) for part in data]
+    known = [part for part in parts if part is not None]
+    if len(known) != len(parts) or any(part[0] != known[0][0] for part in known):
+        return None
+    return (len(known), *known[0][0]), [number for _, numbers in known for number in numbers]
+
+
+def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
+    """The dtype that `torch.tensor` gives to these numbers."""
+    if isinstance(data, (np.ndarray, np.generic)):
+        return getattr(torch, data.dtype.name)  # type: ignore[no-any-return]
+    if not numbers or any(isinstance(number, float) for number in numbers):
+        return torch.get_default_dtype()
+    return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
+
+
+__all__ = ["as_literal", "literal", "with_literals"]
