@@ -40,9 +40,10 @@ def writes(target: torch._ops.OpOverload) -> bool:
 
 def selects(node: fx.Node) -> bool:
     """Whether a node selects by a mask, so that its result is as long as values say."""
-    index = node.args[1] if str(node.target) == "aten.index.Tensor" else ()
+    aten = torch.ops.aten
+    index = node.args[1] if node.target == aten.index.Tensor else ()
     of = [one.meta["val"].dtype for one in (index if isinstance(index, (list, tuple)) else ()) if isinstance(one, fx.Node)]
-    return str(node.target) in ("aten.masked_select.default", "aten.nonzero.default") or torch.bool in of
+    return node.target in (aten.masked_select.default, aten.nonzero.default) or torch.bool in of
 
 
 def written(node: fx.Node) -> str:
