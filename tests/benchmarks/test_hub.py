@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import autopar
 from benchmarks import hub, hub_configs, hub_families, hub_models
 
 
@@ -24,6 +26,17 @@ def test_a_type_that_is_called_in_its_own_way_has_the_sample_that_its_processor_
     built = hub_models.built("kosmos-2")
     latent = built.module.config.latent_query_num
     assert built.sample["image_embeds_position_mask"].sum(1).tolist() == [latent] * 4
+
+
+def test_images_of_any_size_in_a_text_are_trained_with_their_sizes_static_and_the_positions_given() -> None:
+    """As the FAQ says of Qwen2.5-VL."""
+    built = hub_models.built("qwen2_5_vl")
+    sample: dict[str, Any] = dict(built.sample)
+    known = {name: sample[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")}
+    del sample["mm_token_type_ids"]
+    model: Any = built.module
+    sample["position_ids"], _ = model.model.get_rope_index(**known)
+    assert autopar.verify(model, sample, (2,), static=["image_grid_thw"]).ok
 
 
 def test_layers_are_cut_to_the_first_of_each_kind_with_what_is_listed_per_layer() -> None:
