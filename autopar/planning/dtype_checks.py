@@ -90,7 +90,7 @@ class SmallCall:
             return None
         except REFUSALS as error:
             said = str(error).partition("\n")[0]
-            return None if "ZeroDivisionError" in said else said  # integers that are divided by: zeros have their dtype, too
+            return None if "ZeroDivisionError" in said else said  # of the zeros, not the dtypes
         return None
 
     def takes(self, dtypes: Dtypes) -> bool:

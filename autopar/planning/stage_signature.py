@@ -13,7 +13,8 @@ from autopar.plan.options import Options
 
 
 def signature_of(step: TrainingStep, options: Options) -> str:
-    """What decides the solution of a stage, as text without names: equal for stages that differ in those alone."""
+    """What decides the solution of a stage, as text: equal for stages that differ in names alone, or in numbers that decide
+    nothing (`deciding_arguments`)."""
     program, ends = step.program, step.stage
     assert ends is not None, "it is a stage"
     number = {name: str(place) for place, name in enumerate(program.values)}
