@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from autopar.codegen.shared_parameters import remember, warn_of_shared_parameter
 from autopar.codegen.state_dict_hooks import warn_of_state_dict_hooks
 from autopar.cost_models.cost_model import CATALOG, CostModel
 from autopar.cost_models.optimizers import Optimizer
-from autopar.errors import ConstraintError, InputError, MeshError, PlanError
+from autopar.errors import ConstraintError, InputError, PlanError
 from autopar.ir.device import Bytes, Device
 from autopar.ir.dynamic_dims import DimSizes, Dynamic
 from autopar.ir.layout import I
@@ -24,18 +23,15 @@ from autopar.operators.checking.discover import discover_rule
 from autopar.operators.checking.register import check_rule, register_rule
 from autopar.parallelize import build
 from autopar.pipelining import build_pipeline, planned_by_rank_0
-from autopar.plan.declaration import read_declaration
-from autopar.plan.declaration_file import load_declaration
-from autopar.plan.options import AUTO, DISK, HOST, MODES, TRAINING, Options
+from autopar.plan.keyword_options import asked_options, check_is_plan, declared, declared_mesh, options_of
+from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.pipeline_search import make_pipeline_plan
 from autopar.planning.planner import make_plan
 from autopar.runtime.initialize import initialize
 from autopar.runtime.launch import launch
-from autopar.runtime.process_environment import started, world_size
 from autopar.runtime.progress import phases, progress
 from autopar.runtime.steps_in_backward import StepsInBackward
-from autopar.search_space import schemes
 from autopar.verify.report import Report
 from autopar.verify.verification import verify as _verify
 
@@ -212,12 +208,12 @@ def parallelize(
     >>> parallel(torch.randn(2, 8)).shape
     torch.Size([2, 4])
     """
-    _check_is_plan(plan)
+    check_is_plan(plan)
     refuse_model(model)
     if plan is not None and mesh is None and config is None:
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
-    mesh, options = _declared(mesh, config, devices, options)
-    asked = _asked(options, plan)
+    mesh, options = declared_mesh(mesh, config, devices, options)
+    asked = asked_options(options, plan)
     if plan is None and (plans is not None or isinstance(mesh, AutoMesh)):
         plan = planned_by_rank_0(model, sample_input, mesh, asked, None if plans is None else Path(plans))
     if isinstance(mesh, AutoMesh):
@@ -290,113 +286,9 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     >>> autopar.verify(nn.Linear(8, 4), torch.randn(2, 8), mesh=(1,)).ok
     True
     """
-    _check_is_plan(plan)
+    check_is_plan(plan)
     with progress("comparing the sequential and the parallel model"):
-        return _verify(model, sample_input, mesh, plan, _asked(options, plan))
+        return _verify(model, sample_input, mesh, plan, asked_options(options, plan))
 
 
-def declared(
-    mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
-) -> tuple[object, dict[str, object]]:
-    """The mesh that is planned for and the options, with those of a declaration.
-
-    Raises ConstraintError for what both say, and MeshError where nothing says how many devices there are.
-    """
-    found, asked = _declared(mesh, config, devices, options)
-    if isinstance(mesh, str) and found == AutoMesh(1) and devices is None and not started():
-        raise MeshError(f"mesh={AUTO!r} does not say how many devices there are", fix="devices=8, or start the processes")
-    return found, asked
-
-
-def _declared(
-    mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
-) -> tuple[object, dict[str, object]]:
-    """The mesh and the options, with those of a declaration. Raises ConstraintError for what both say."""
-    if isinstance(mesh, str) and mesh == AUTO:
-        config, mesh = {"mesh": AUTO, **load_declaration({} if config is None else config)}, None
-    if config is None and devices is None:
-        if mesh is None:
-            fix = 'mesh=(2, 4), config={"parallel": {"data": 8}}, or devices=8 to search it all'
-            raise MeshError("neither a mesh nor a declaration says which devices there are", fix=fix)
-        return mesh, options
-    table = load_declaration({} if config is None else config)
-    if devices is not None and "devices" in table:
-        raise ConstraintError("devices= and the declaration's 'devices' are both given", fix="leave one of them out")
-    if devices is not None:
-        table = {**table, "devices": devices}
-    found = read_declaration(table, world_size(table.get("devices")), own_mesh=mesh is not None)
-    for name in found.options:
-        field = Options.__dataclass_fields__[name]
-        plain = field.default if field.default is not MISSING else None
-        if options.get(name) not in (None, plain):
-            raise ConstraintError(f"{name}= and the declaration both say {name}", fix="leave one of them out")
-    return (mesh if found.mesh is None else found.mesh), {**options, **found.options}
-
-
-# Options of training, each with the value that says nothing.
-OF_TRAINING = {"optimizer": None, "microbatches": 1, "pipeline": None, "recompute": AUTO, "reduce": None}
-OF_GRADIENTS = 'strategy="fsdp" shards weights; zero1 and zero2 shard the optimizer\'s state and gradients'
-OFFLOADS = (True, False, HOST, DISK, AUTO)
-OF_STAGES = ("stages", "schedule")
-FLAGS = ("strict", "compiled")
-UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer", *OF_STAGES)  # options whose None says nothing
-
-
-def options_of(options: Mapping[str, object]) -> dict[str, object]:
-    """Keyword options as `Options` has them; raises TypeError for one that does not exist, as a wrong keyword does."""
-    known = set(Options.__dataclass_fields__)
-    if wrong := set(options) - known:
-        raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
-    found = {name: value for name, value in options.items() if value is not None or name not in UNSAID}
-    if isinstance(found.get("schedule"), Path):
-        found["schedule"] = str(found["schedule"])
-    _check_mode(found)
-    for name in FLAGS:
-        if not isinstance(found.get(name, False), bool):
-            raise ConstraintError(f"{name}={found[name]!r} is neither True nor False", fix="one of the two")
-    if not isinstance(found.get("cost_model", CATALOG), CostModel):
-        what = f"cost_model={found['cost_model']!r} has not all prices of a cost model"
-        raise ConstraintError(what, fix="an instance of a subclass of autopar.cost_models.cost_model.CatalogCostModel")
-    if (offload := found.get("offload", True)) not in OFFLOADS:
-        raise ConstraintError(f"offload={offload!r} is not known", fix=", ".join(map(repr, OFFLOADS)))
-    asked = next((name for name in OF_STAGES if found.get(name) not in (None, AUTO)), None)
-    if asked and found.get("pipeline") is None:
-        what = f"{asked}={found[asked]!r} is of pipeline stages, and no pipeline= says whose ranks have them"
-        raise ConstraintError(what, fix=f'pipeline= the name of a mesh axis, or "auto"; or no {asked}=')
-    return {"microbatches": AUTO} | found if found.get("pipeline") is not None else found
-
-
-def _check_is_plan(plan: object) -> None:
-    """Raise PlanError for what is neither a plan nor None."""
-    if not isinstance(plan, Plan | None):
-        fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
-        raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
-
-
-def _asked(options: Mapping[str, object], plan: Plan | None) -> Options:
-    """The options that are given, beside a plan if there is one. Raises PlanError for one that the plan was not made with."""
-    given = options_of(options)
-    asked = Options(**given)  # type: ignore[arg-type]
-    if plan is not None:
-        asked.check_plan(plan, given)
-    return asked
-
-
-def _check_mode(options: Mapping[str, object]) -> None:
-    """Raise ConstraintError for a mode that is not known, and for what is of training beside inference."""
-    mode = options.get("mode", TRAINING)
-    if mode not in MODES:
-        raise ConstraintError(f"mode={mode!r} is not known", fix=" or ".join(map(repr, MODES)))
-    if mode == TRAINING:
-        return
-    wrong = [name for name, plain in OF_TRAINING.items() if options.get(name, plain) not in (None, plain)]
-    strategy = options.get("strategy")
-    wrong += ["strategy"] if str(strategy).partition("+")[0] in schemes.OF_TRAINING else []
-    if wrong:
-        raise ConstraintError(
-            f"{wrong[0]}={options[wrong[0]]!r} is of training, and mode={mode!r} computes no gradients",
-            fix=OF_GRADIENTS if wrong[0] == "strategy" else f"leave {wrong[0]}= out",
-        )
-
-
-__all__ = ["check_rule", "declared", "discover_rule", "initialize", "launch", "parallelize", "plan", "register_rule", "verify"]
+__all__ = ["check_rule", "discover_rule", "initialize", "launch", "parallelize", "plan", "register_rule", "verify"]

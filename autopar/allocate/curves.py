@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.allocate.jobs import Cluster, TrainingJob
-from autopar.api import options_of
 from autopar.errors import AllocationError, AutoparError
 from autopar.explain.scaling import ScalingStep, scaling
 from autopar.ir.program import Program, remembered
+from autopar.plan.keyword_options import options_of
 from autopar.plan.options import Options
 from autopar.planning.planner import read_program
 

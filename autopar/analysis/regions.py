@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from autopar.analysis.block_names import block_names
+from autopar.analysis.block_names import PRODUCTS, block_names
 from autopar.ir.program import Program
 from autopar.operators import row_of, view_of
 
@@ -21,7 +21,7 @@ def regions(program: Program) -> list[int]:
     starts, products, before, names = [0], 0, "", block_names(program)
     for i, op in enumerate(program.ops):
         block = names.of(op.name)
-        if block != before and products >= 2:
+        if block != before and products >= PRODUCTS:
             starts.append(i)
             products = 0
         products += row_of(op).contracts

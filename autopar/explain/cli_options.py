@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from autopar.analysis.recompute_policy import POLICIES
-from autopar.api import options_of
 from autopar.explain import check
 from autopar.explain.cli_arguments import (
     HOW,
@@ -22,6 +21,7 @@ from autopar.explain.cli_arguments import (
 )
 from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.passes.precision import PRECISIONS
+from autopar.plan.keyword_options import options_of
 from autopar.plan.options import AUTO, Options
 from autopar.search_space.schemes import STRATEGIES
 

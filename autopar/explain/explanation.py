@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import nn
 
-from autopar.api import declared, options_of
 from autopar.errors import ConstraintError
 from autopar.explain.code import code
 from autopar.explain.comparison import Compared, compare, comparison
@@ -20,6 +19,7 @@ from autopar.explain.why import Why, why
 from autopar.explain.whynot import WhyNot, why_not
 from autopar.formulation.read_solution import assignment
 from autopar.ir import dynamic_dims
+from autopar.plan.keyword_options import declared, options_of
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.resolved import ResolvedPlan

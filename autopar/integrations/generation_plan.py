@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from autopar import files
-from autopar.api import options_of
 from autopar.errors import ConstraintError, InputError, PlanError
 from autopar.integrations.generation_cache import CachedModel
 from autopar.integrations.generation_call import check_rotary_length
 from autopar.ir.device import Seconds
+from autopar.plan.keyword_options import options_of
 from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, grid, milliseconds, plain, size_text

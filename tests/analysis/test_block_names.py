@@ -62,18 +62,12 @@ class Stages(nn.Module):
         return second["blocks"](self.widen(first["blocks"](x)))
 
 
-class Groups(nn.Module):
-    """The blocks of `Listed` in a list of two lists, as in networks for super-resolution."""
+class Groups(Listed):
+    """The same blocks in a list of two lists, as in networks for super-resolution."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.groups = nn.ModuleList(nn.Sequential(Block(64), Block(64)) for _ in range(2))
-        self.head = nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for group in self.groups:
-            x = group(x)
-        return functional.log_softmax(self.head(x), dim=-1).mean()
+        self.blocks = nn.ModuleList(nn.Sequential(*self.blocks[place : place + 2]) for place in (0, 2))
 
 
 class Experts(nn.Module):
@@ -115,7 +109,7 @@ class Widths(nn.Module):
         (Listed(), 1, ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""]),
         (Numbered(), 1, ["block1", "block2", "block3", "block4", ""]),
         (Stages(), 1, ["stages.0.blocks.0", "stages.0.blocks.1", "", "stages.1.blocks.0", "stages.1.blocks.1"]),
-        (Groups(), 1, ["groups.0.0", "groups.0.1", "groups.1.0", "groups.1.1", ""]),
+        (Groups(), 1, ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", ""]),
         (Experts(), 1, ["layers.0", ""]),
         (Towers(), 2, ["towers.0.0", "towers.0.1", "towers.1.0", "towers.1.1", ""]),
         (Widths(), 1, ["down1", "", "down2"]),
