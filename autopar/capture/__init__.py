@@ -8,6 +8,9 @@ static_inputs inputs that are sizes, as literals
 assumptions  what the user says of values that a graph cannot know, and what was asked
 decided      buffers of integers that a size or a branch depends on
 python_state what Python code keeps between calls, and a graph has once for ever
+empty_selections  questions whether a mask selects anything, which are answered as if it did
+implications whether what is selected below such a question is nothing where it says so
+equal_programs  whether two programs compute the same
 trace        torch.export, guarded against what it would drop silently
 repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program
@@ -26,12 +29,14 @@ from torch import nn
 from autopar.capture.assumptions import NOTHING, Assumptions
 from autopar.capture.carried_tensors import CarriedTensorError
 from autopar.capture.decided import Decided
+from autopar.capture.empty_selections import Answered, Nothing, by_turns, none
+from autopar.capture.equal_programs import same
 from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.python_state import Changes, kept
 from autopar.capture.signature import ModelCall, Signature, read_call
-from autopar.capture.trace import trace
+from autopar.capture.trace import branching, trace
 from autopar.errors import CaptureError
 from autopar.ir.dynamic_dims import InputDim
 from autopar.ir.program import OUTPUT, Program
@@ -88,6 +93,14 @@ def capture(
     values = {**copied.values, **assumptions.buffers}
     traced = trace(copied.module, cast, assumptions, values)
     program, signature = lower(traced, copied, cast), call.signature(traced.returned)
+    answered = traced.answered
+    if answered.asked:
+
+        def left_out(nothing: Nothing) -> tuple[Program, Program]:
+            other = trace(copied.module, cast, assumptions, values, answered, nothing)
+            return lower(traced, copied, cast, answered.without(nothing)), lower(other, copied, cast)
+
+        _refuse_branches(type(model).__name__, answered, left_out)
     if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
 
@@ -100,6 +113,19 @@ def capture(
         _refuse_carried(traced.made, lambda: trace(copied.module, cast, assumptions, values))
     decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
     return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)
+
+
+def _refuse_branches(model: str, answered: Answered, left_out: Callable[[Nothing], tuple[Program, Program]]) -> None:
+    """Raise CaptureError if forward does more where nothing is selected than to leave out what would be done with no rows.
+
+    `left_out` has the program without what is selected below some questions, and that of forward where these say so.
+    """
+    try:
+        if all(answered.empty) and all(same(*left_out(nothing)) for nothing in (none, by_turns)[: len(answered.asked)]):
+            return
+    except CaptureError:
+        pass
+    raise branching(model, answered.asked[0])
 
 
 def _refuse_carried(made: Mapping[str, HeldTensor], again: Callable[[], object]) -> None:

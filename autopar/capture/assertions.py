@@ -71,6 +71,32 @@ def _checks(file: str) -> tuple[Check, ...]:
     )
 
 
+def asks_for_some(code: CodeType, instruction: int) -> bool:
+    """Whether the number that a call returns only decides, as positive or 0, a condition: `if not len(x)`, `if len(x) > 0`."""
+    at = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    place = next((call for call in _calls(code.co_filename) if span(call[0]) == (at[0], at[1], at[2], at[3])), None)
+    match place:
+        case (
+            call,
+            ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() | ast.Gt() | ast.LtE()], comparators=[ast.Constant(value=0)]),
+        ):
+            return left is call
+        case (call, ast.Compare(left=left, ops=[ast.Lt() | ast.GtE()], comparators=[ast.Constant(value=1)])):
+            return left is call
+        case (_, ast.UnaryOp(op=ast.Not())):
+            return True
+        case (call, ast.If(test=test) | ast.IfExp(test=test)):
+            return test is call
+    return False
+
+
+@functools.lru_cache(maxsize=64)
+def _calls(file: str) -> tuple[tuple[ast.Call, ast.AST], ...]:
+    """The calls in a file, with what they are parts of."""
+    parts = ((part, whole) for whole in ast.walk(parsed(file)) for part in ast.iter_child_nodes(whole))
+    return tuple((part, whole) for part, whole in parts if isinstance(part, ast.Call))
+
+
 def outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
     """What the part of a condition at this place must be for the whole to be as wanted; None where that is not sure.
 

@@ -9,6 +9,7 @@ one still has its value is checked in every call.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -47,7 +48,7 @@ class KnownValues:
         if known is None or not isinstance(tensor, torch.Tensor):
             return None
         self._sources_of(tensor, frame)()
-        return _untraced(lambda: func(known))
+        return untraced(lambda: func(known))
 
     def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
         """How many values of a traced mask are true, or not zero, if they are known."""
@@ -62,7 +63,7 @@ class KnownValues:
         if known is None:
             return None
         self._sources_of(tensor, frame)()
-        return _untraced(lambda: int(count(known)))
+        return untraced(lambda: int(count(known)))
 
     def reading(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
@@ -99,7 +100,7 @@ class KnownValues:
         node = node_of(tensor)
         if node is None or not all(one in self._given or _knowable(one) for one in _sources(node)):
             return None
-        return _untraced(lambda: self._computed(node.graph).get(node))
+        return untraced(lambda: self._computed(node.graph).get(node))
 
     def _computed(self, graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
         """The values of all nodes that are known, after what has been traced so far has written into them."""
@@ -152,10 +153,15 @@ def _leaves(arguments: object) -> Iterator[object]:
         yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
 
 
-def _untraced(ask: Callable[[], _T]) -> _T | None:
+def untraced(ask: Callable[[], _T]) -> _T | None:
     """What a function returns in a thread of its own, where nothing is traced; None if it raises."""
     found: list[_T] = []
-    thread = threading.Thread(target=lambda: found.append(ask()))
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            found.append(ask())
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return found[0] if found else None
@@ -209,4 +215,4 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-__all__ = ["ASKING", "READING", "KnownValues"]
+__all__ = ["ASKING", "READING", "KnownValues", "untraced"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
@@ -27,8 +27,9 @@ from autopar.operators import writes
 _COUNTER = "num_batches_tracked"  # written in place, like the running statistics that batch_norm updates
 
 
-def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
-    """The program of an exported model; raises CaptureError for what a program cannot express."""
+def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall, empty: frozenset[sympy.Symbol] = frozenset()) -> Program:
+    """The program of an exported model, if so many numbers of rows of selections are 0; raises CaptureError for what a program
+    cannot express."""
     exported = traced.exported
     for spec in exported.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
@@ -38,7 +39,8 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall) -> Program:
         for path, leaf in call.tensors
     ]
     builder = Builder(inputs, skeleton.parameters, skeleton.buffers)
-    lowering = Lowering(builder=builder, mutates=any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module))))
+    mutates = any(map(nodes.writes_in_place, nodes.graphs(exported.graph_module)))
+    lowering = Lowering(builder=builder, mutates=mutates, selections=Selections(builder=builder, empty=empty))
     given = list(_given(traced, skeleton, call, builder))
     results = lowering.run(exported.graph_module, given, Region())
     if varies := next(filter(symbolic, exported.graph.output_node().all_input_nodes), None):
@@ -78,13 +80,12 @@ class Lowering:
 
     builder: Builder
     mutates: bool
+    selections: Selections
     emission: Emission = field(init=False)
-    selections: Selections = field(init=False)
     envs: list[dict[fx.Node, Held]] = field(default_factory=list)  # of the graph and the regions around the present place
 
     def __post_init__(self) -> None:
         self.emission = Emission(builder=self.builder)
-        self.selections = Selections(builder=self.builder)
 
     def run(self, module: fx.GraphModule, given: Sequence[Held], region: Region) -> tuple[Held, ...]:
         """Lower one graph whose placeholders are `given`; returns its results."""
@@ -117,7 +118,7 @@ class Lowering:
             return number
         if sized or not isinstance(node.target, torch._ops.OpOverload):
             return Handle(ref=self.selected(node, region).number())
-        if any(map(symbolic, (node, *node.all_input_nodes))) or nodes.selects(node):
+        if not nodes.mutates(node) and (any(map(symbolic, (node, *node.all_input_nodes))) or nodes.selects(node)):
             return self.rows(node, env, region)
         args = tuple(_leaf(argument, env, node) for argument in node.args)
         kwargs = tuple((name, _leaf(argument, env, node)) for name, argument in node.kwargs.items())
@@ -142,8 +143,6 @@ class Lowering:
 
     def rows(self, node: fx.Node, env: dict[fx.Node, Held], region: Region) -> Held:
         """Lower an op that makes or takes rows that a mask selects."""
-        if nodes.writes(node.target):  # type: ignore[arg-type]
-            raise varying(f"the shape of what {node.target} writes", nodes.source(node))
         args = tuple(_now(_leaf(argument, env, node)) for argument in node.args)
         kwargs = tuple((name, _now(_leaf(argument, env, node))) for name, argument in node.kwargs.items())
         found = tuple(Handle(ref=ref) for ref in self.selected(node, region).lower(args, kwargs))
@@ -213,19 +212,7 @@ class Lowering:
             return self.emission.emit(node, target, arguments, tuple(kwargs.items()), region)[0][0]
 
         def take(whole: Ref) -> Ref:
-            kept, selected = ([sizes[dim] for dim in dims] for dims in (found.kept, found.selected))
-            flat = emit("aten.reshape.default", emit("aten.permute.default", whole, found.order), (*kept, found.length))
-            index: Argument = found.first
-            for dim, (size, step) in enumerate(zip(selected, found.steps, strict=True)):
-                line = emit("aten.arange.default", size, dtype=torch.int64, device=torch.device("meta"))
-                column = emit("aten.reshape.default", line, tuple(-1 if at == dim else 1 for at in range(len(selected))))
-                index = emit("aten.add.Tensor", emit("aten.mul.Tensor", column, step), index)
-            if selected:
-                index = emit("aten.reshape.default", index, (math.prod(selected),))
-                flat = emit("aten.index_select.default", flat, len(kept), index)
-            spread = emit("aten.reshape.default", flat, (*kept, *selected))
-            order = (*found.kept, *found.selected)
-            return emit("aten.permute.default", spread, tuple(order.index(dim) for dim in range(len(order))))
+            return strided.taken(whole, found, sizes, emit)
 
         view = View(parent=parent, target=str(node.target), rest=(), index=0, shapes=(sizes,), take=take)
         ref = take(functionalize.read(parent))
@@ -272,6 +259,7 @@ class Lowering:
         before = functionalize.read(place)
         old = self.builder.values[before.name]
         self.refuse_unseen(node, place, region)
+        self.refuse_rows(node, place, region)
 
         def emit(target: str, arguments: tuple[Argument, ...]) -> Ref:
             return self.emission.emit(node, target, arguments, (), region)[0][0]
@@ -306,10 +294,21 @@ class Lowering:
             fix = "write it outside of no_grad and not through detach(), or build it with torch.where, cat or stack"
             raise CaptureError(f"{node.target} writes {how} into a tensor with a gradient", at=nodes.source(node), fix=fix)
 
+    def refuse_rows(self, node: fx.Node, place: Handle, region: Region) -> None:
+        """Raise CaptureError for a write into rows of a selection that anything else sees."""
+        if symbolic(node) and (
+            not isinstance(node.args[0], fx.Node)
+            or nodes.shares_memory(node, node.args[0])
+            or (self.builder.values[place.ref.name].requires_grad and not region.grad)
+        ):
+            raise varying(f"the shape of what {node.target} writes", nodes.source(node))
+
     def result_in_place(self, node: fx.Node, args: tuple[Argument, ...], kwargs: Keywords, region: Region, old: Value) -> Ref:
         """The value of a tensor after an in-place write, in its shape and dtype."""
         name = aten(str(node.target))
         source = args[1] if len(args) > 1 else None
+        if any(map(symbolic, (node, *node.all_input_nodes))):
+            return self.selected(node, region).lower(args, kwargs)[0]
         match name, source:
             case "copy_", Ref():
                 new = source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -30,12 +31,31 @@ def graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
 
 def writes_in_place(graph: fx.Graph) -> bool:
     """Whether any op of a graph writes in place."""
-    return any(isinstance(node.target, torch._ops.OpOverload) and writes(node.target) for node in graph.nodes)
+    return any(map(mutates, graph.nodes))
 
 
 def writes(target: torch._ops.OpOverload) -> bool:
     """Whether an operator writes in place, by its schema (batch_norm, which does not say so, does not count)."""
     return bool(target._schema.is_mutable)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node writes in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and writes(node.target)
+
+
+def shares_memory(writer: fx.Node, place: fx.Node) -> bool:
+    """Whether a node before one that writes has a tensor in the memory of what is written, but for those that write it too."""
+    while mutates(place) and isinstance(place.args[0], fx.Node):
+        place = place.args[0]
+    memory = _memory(place)
+    before = itertools.takewhile(lambda one: one is not writer, writer.graph.nodes)
+    return memory is None or any(_memory(one) == memory for one in before if one is not place and not mutates(one))
+
+
+def _memory(node: fx.Node) -> int | None:
+    traced = node.meta.get("val")
+    return traced.untyped_storage()._cdata if isinstance(traced, torch.Tensor) else None
 
 
 def selects(node: fx.Node) -> bool:

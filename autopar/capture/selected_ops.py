@@ -11,16 +11,17 @@ import torch
 from torch import fx
 
 from autopar.capture import equal_values, nodes, traced_losses
+from autopar.capture.selected_places import SelectedPlaces, longest_first
 from autopar.capture.selection import Rows, Selection, Selections, fixed, symbolic
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
 from autopar.ir.builder import Keywords
 from autopar.ir.layout import Shape
-from autopar.ir.program import Argument, Op, Ref, Static, Value, refs, substitute
+from autopar.ir.program import Argument, Op, Ref, Static, Value, aten, refs, substitute
 from autopar.ir.schema import packed, parameters
 from autopar.ir.shape_inference import Kind
-from autopar.operators import rule_of
-from autopar.operators.facts import Mean
+from autopar.operators import row_of, rule_of
+from autopar.operators.facts import Mean, OpKind
 from autopar.operators.registry import fit, scale
 from autopar.operators.rule import OpSharding
 
@@ -40,11 +41,13 @@ class SelectedOp:
         """The results of the node; raises CaptureError where it selects by anything but a mask, or mixes rows."""
         if (selected := self.selected(args)) is not None:
             return (selected,)
+        if (located := self.located(args)) is not None:
+            return located
         if nodes.selects(self.node) and not symbolic(self.node):
             raise self.mixing()
         if symbolic(self.node):
             tuple(self.traced())  # raises for sizes that nothing is known of
-        target = traced_losses.meant(self.node.target)
+        target = nodes.returning(self.node) if nodes.mutates(self.node) else traced_losses.meant(self.node.target)
         formals = parameters(target)
         sized = [self.sized(raw, now) for raw, now in zip(self.node.args, args, strict=True)]
         given = dict(zip((formal.name for formal in formals), sized, strict=False)) | dict(kwargs)
@@ -55,6 +58,10 @@ class SelectedOp:
             return tuple(refs(sized[0]))
         if not symbolic(self.node) and not any(ref.name in self.selections.held for ref in refs(tuple(named.values()))):
             return self.emit(target, *packed(target, named))  # it takes the number of rows, and none of them
+        if aten(target) in ("index", "index_select") and (rows := self.taken(named)) is not None:
+            return (rows,)
+        if {"indices", "values"} <= named.keys() or ({"dim", "index", "source"} <= named.keys() and "reduce" not in named):
+            return (self.put(target, named),)
         if target == "aten.masked_scatter.default" and not symbolic(self.node):
             return (self.put_back(named),)
         if symbolic(self.node):
@@ -64,6 +71,11 @@ class SelectedOp:
         if "reduction" in {formal.name for formal in formals}:
             return (self.loss(target, named),)
         return (self.summed(target, named),)
+
+    @property
+    def places(self) -> SelectedPlaces:
+        """What is done at places of selections."""
+        return SelectedPlaces(selections=self.selections, one=self.one)
 
     def number(self) -> Ref:
         """The number that the node computes from numbers of rows."""
@@ -83,15 +95,11 @@ class SelectedOp:
                 shape, place = tuple(torch.broadcast_shapes(self.shape(x), self.shape(mask))), 0  # type: ignore[no-untyped-call]
                 x, mask = self.one("aten.expand.default", x, shape), self.one("aten.expand.default", mask, shape)
             case "aten.nonzero.default", (Ref() as mask,) if (
-                self.is_mask(mask) and len(self.shape(mask)) == 1 and mask.name not in self.selections.held
+                self.is_mask(mask)
+                and len(self.shape(mask)) == 1
+                and (number := fixed(self.node.meta["val"].shape[0])) is not None
             ):
-                if (number := fixed(self.node.meta["val"].shape[0])) is not None:
-                    return self.one("aten.unsqueeze.default", self.first(mask, number), 1)
-                selection = self.selections.learn(self.symbol(0), mask)
-                (places,) = self.emit("aten.arange.default", self.shape(mask), (("device", torch.device("meta")),))
-                found = self.one("aten.unsqueeze.default", places, 1)
-                self.selections.held[found.name] = {0: selection}
-                return found
+                return self.one("aten.unsqueeze.default", self.first(mask, number), 1)
             case _:
                 return None
         if x.name in self.selections.held or mask.name in self.selections.held:
@@ -101,10 +109,85 @@ class SelectedOp:
         if (number := fixed(self.node.meta["val"].shape[place])) is not None:
             rows = self.one("aten.reshape.default", x, (*before, math.prod(taken), *after))
             return self.one("aten.index_select.default", rows, place, self.first(flat, number))
-        selection = self.selections.learn(self.symbol(place), flat)
+        selection = self.selections.learn(self.symbol(place), flat, taken, tuple(range(len(taken))))
         rows = self.one("aten.reshape.default", x, (*before, selection.rows, *after))
         self.selections.held[rows.name] = {place: selection}
         return self.ones(rows)  # type: ignore[return-value]
+
+    def located(self, args: tuple[Argument, ...]) -> tuple[Ref, ...] | None:
+        """The places where a mask is true, as a tensor or one for each dim; None if the node asks for something else."""
+        match str(self.node.target), args:
+            case "aten.where.default", (Ref() as mask,):
+                traced = self.node.meta["val"][0]
+            case "aten.nonzero.default", (Ref() as mask,):
+                traced = self.node.meta["val"]
+            case "aten.select.int", (Ref() as found, 1, int() as dim) if found.name in self.selections.columns:
+                return (self.selections.columns[found.name][dim],)
+            case _:
+                return None
+        shape = self.shape(mask)
+        if mask.name in self.selections.held or not shape or fixed(traced.shape[0]) is not None:
+            raise self.mixing()
+        order = longest_first(shape)
+        mask = mask if self.is_mask(mask) else self.one("aten.ne.Scalar", mask, 0)
+        flat = self.places.permuted(mask, order)
+        flat = self.one("aten.reshape.default", flat, (math.prod(shape),)) if len(shape) > 1 else flat
+        selection = self.selections.learn(traced.shape[0].node.expr, flat, shape, order)
+        columns = self.places.of_mask(selection)
+        if str(self.node.target) == "aten.where.default":
+            return columns
+        stacked = self.one("aten.stack.default", columns, 1)
+        self.selections.held[stacked.name] = {0: selection}
+        self.selections.columns[stacked.name] = columns
+        return (stacked,)
+
+    def taken(self, named: Named) -> Ref | None:
+        """The rows at places of a selection of a tensor that has none; None for any other index."""
+        x = named["self"]
+        assert isinstance(x, Ref)
+        places = self.places.index(x, self.parts(named))
+        return None if places is None else self.ones(self.places.taken(x, places))  # type: ignore[return-value]
+
+    def put(self, target: str, named: Named) -> Ref:
+        """A tensor without rows, after what is known of every row was written to the places of the selection, or added there.
+
+        Where several rows are written to one place, torch does not say which of them stays.
+        """
+        x, rows, parts = named["self"], named.get("values", named.get("source")), self.parts(named)
+        assert isinstance(x, Ref)
+        assert isinstance(rows, Ref)
+        held, adds = self.selections.held, bool(named.get("accumulate", aten(target) == "index_add"))
+        if (places := self.places.index(x, parts)) is None:
+            where = {selection for one in refs(parts) for dim, selection in held.get(one.name, {}).items() if dim == 0}
+            if not adds or x.name in held or len(where) != 1 or where != set(held.get(rows.name, {}).values()):
+                raise self.mixing()
+            if where.pop().empty:
+                return x
+            changed = {name: substitute(argument, self.ones) for name, argument in named.items()}
+            return self.emit(
+                target, *packed(target, changed | {"values" if "values" in named else "source": self.zeros(rows)})
+            )[0]
+        if places.selection.empty:
+            return x
+        shape = self.places.rows_shape(x, places)
+        if held.get(rows.name, {}) not in ({}, {len(self.shape(rows)) - len(shape) + places.front: places.selection}):
+            raise self.mixing()
+        spread = self.one("aten.expand.default", rows, shape)
+        held[spread.name] = {places.front: places.selection}
+        found = self.places.back(self.zeros(spread), places, len(self.shape(x)))
+        if not adds:
+            return self.one("aten.where.self", self.places.mask(places, len(self.shape(x))), found, x)
+        times = named.get("alpha", 1)
+        return self.one("aten.add.Tensor", x, found if times == 1 else self.one("aten.mul.Tensor", found, times))
+
+    def parts(self, named: Named) -> tuple[Argument, ...]:
+        """An index of a tensor, one for each of its first dims."""
+        if isinstance(parts := named.get("indices"), tuple):
+            return parts
+        x, dim = named["self"], named["dim"]
+        assert isinstance(x, Ref)
+        assert isinstance(dim, int)
+        return (*(None,) * (dim % len(self.shape(x))), named["index"])
 
     def first(self, mask: Ref, number: int) -> Ref:
         """The first places where a flat mask is true."""
@@ -129,6 +212,8 @@ class SelectedOp:
             raise self.mixing()
         results = self.emit(target, *packed(target, named))
         held.update((ref.name, rows) for ref, rows in zip(results, found, strict=True))
+        if row_of(self.selections.builder.ops[-1]).kind in (OpKind.RESHAPE, OpKind.SAME):
+            self.selections.follow(next(refs(tuple(named.values()))), results[0])
         return tuple(map(self.ones, results)) if shared else results  # type: ignore[arg-type]
 
     def summed(self, target: str, named: Named) -> Ref:
@@ -165,6 +250,8 @@ class SelectedOp:
         by_row = selection is not None and len(held[rows.name]) == 1 and not {x.name, mask.name} & held.keys()
         if not by_row or not equal_values.broadcasts(builder, mask, selection.mask, shape):  # type: ignore[union-attr]
             raise self.mixing()
+        if selection.empty:  # type: ignore[union-attr]
+            return x
         return self.one("aten.where.self", mask, self.one("aten.reshape.default", rows, shape), x)
 
     def aligned(self, target: str, named: Named) -> Ref:
@@ -280,9 +367,9 @@ class SelectedOp:
         """The shape of a value, with all rows."""
         return self.selections.builder.values[ref.name].shape
 
-    def one(self, target: str, *args: Argument) -> Ref:
+    def one(self, target: str, *args: Argument, **kwargs: Argument) -> Ref:
         """The result of an operator that returns one tensor."""
-        return self.emit(target, args, ())[0]
+        return self.emit(target, args, tuple(kwargs.items()))[0]
 
     def mixing(self) -> CaptureError:
         """The error for an operator that needs to know how many rows there are, or does something else with them together."""

@@ -13,6 +13,7 @@ mask is true: x[mask] + v.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,15 +24,19 @@ from torch import fx
 from autopar.capture import nodes
 from autopar.capture.trace import varying
 from autopar.ir.builder import Builder
+from autopar.ir.layout import Shape
 from autopar.ir.program import Ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows that a mask selects: `mask` is bool[rows]."""
+    """The rows that a mask selects: `mask` is bool[rows], the places of a mask of this shape with its dims in this order."""
 
     mask: Ref
     rows: int
+    shape: Shape
+    order: tuple[int, ...]
+    empty: bool = False
 
 
 Rows = Mapping[int, Selection]  # the dims of a tensor that hold the rows of selections
@@ -42,13 +47,21 @@ class Selections:
     """The selections of a program, by the symbols that torch.export has for the numbers of their rows."""
 
     builder: Builder
+    empty: frozenset[sympy.Symbol] = frozenset()  # what these select is taken for nothing
     known: dict[sympy.Symbol, Selection] = field(default_factory=dict)
     held: dict[str, Rows] = field(default_factory=dict)  # of the program's values
+    places: dict[str, tuple[Selection, int]] = field(default_factory=dict)  # of values that are, for a dim of its mask
+    columns: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # the places in each dim, of values that have all of them
 
-    def learn(self, symbol: sympy.Symbol, mask: Ref) -> Selection:
-        """The selection by a flat mask."""
-        (rows,) = self.builder.values[mask.name].shape
-        return self.known.setdefault(symbol, Selection(mask=mask, rows=rows))
+    def learn(self, symbol: sympy.Symbol, mask: Ref, shape: Shape, order: tuple[int, ...]) -> Selection:
+        """The selection by a flat mask, of a mask of this shape with its dims in this order."""
+        found = Selection(mask=mask, rows=math.prod(shape), shape=shape, order=order, empty=symbol in self.empty)
+        return self.known.setdefault(symbol, found)
+
+    def follow(self, before: Ref, after: Ref) -> None:
+        """A value is another one in a different shape."""
+        if before.name in self.places:
+            self.places[after.name] = self.places[before.name]
 
     def rows(self, node: fx.Node, value: object) -> Rows:
         """The dims of a traced tensor that hold rows; raises CaptureError for a dim that mixes them with something else."""

@@ -10,7 +10,7 @@ read as they are pass by the index, and may be split.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar.capture.nodes import source
 from autopar.errors import CaptureError
+from autopar.ir.program import Argument, Ref
 
 LIMIT = 2**24  # elements of the part of a result that an index selects
 _Ints = npt.NDArray[np.int64]
@@ -120,6 +121,23 @@ def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> _Int
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         found = found + (np.arange(size, dtype=np.int64) * stride).reshape([-1 if at == dim else 1 for at in range(len(sizes))])
     return found
+
+
+def taken(whole: Ref, reading: Reading, sizes: Sequence[int], emit: Callable[..., Ref]) -> Ref:
+    """The elements that a result of these sizes reads from its operand; `emit` appends an op."""
+    kept, selected = ([sizes[dim] for dim in dims] for dims in (reading.kept, reading.selected))
+    flat = emit("aten.reshape.default", emit("aten.permute.default", whole, reading.order), (*kept, reading.length))
+    index: Argument = reading.first
+    for dim, (size, step) in enumerate(zip(selected, reading.steps, strict=True)):
+        line = emit("aten.arange.default", size, dtype=torch.int64, device=torch.device("meta"))
+        column = emit("aten.reshape.default", line, tuple(-1 if at == dim else 1 for at in range(len(selected))))
+        index = emit("aten.add.Tensor", emit("aten.mul.Tensor", column, step), index)
+    if selected:
+        index = emit("aten.reshape.default", index, (math.prod(selected),))
+        flat = emit("aten.index_select.default", flat, len(kept), index)
+    spread = emit("aten.reshape.default", flat, (*kept, *selected))
+    order = (*reading.kept, *reading.selected)
+    return emit("aten.permute.default", spread, tuple(order.index(dim) for dim in range(len(order))))
 
 
 __all__ = ["Reading", "reading"]

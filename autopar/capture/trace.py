@@ -18,6 +18,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.capture import source_location
 from autopar.capture.assumptions import NOTHING, Answers, Assumptions
+from autopar.capture.empty_selections import UNASKED, Answered, AskedForRows, EmptySelections, Nothing, some
 from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.python_state import Changes
 from autopar.capture.returned import ReturnSpec, read_result
@@ -70,7 +71,7 @@ _SAID = {  # what torch says: what it means, and the way out
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, the tensors it
-    put there, and the buffers whose values decided something, each with a line.
+    put there, the buffers whose values decided something, each with a line, and what was asked about selections.
     """
 
     exported: torch.export.ExportedProgram
@@ -78,12 +79,33 @@ class Traced:
     changes: Changes
     made: Mapping[str, HeldTensor]
     decided: Mapping[str, str]
+    answered: Answered
 
 
 def trace(
-    module: nn.Module, call: ModelCall, assumptions: Assumptions = NOTHING, values: Mapping[str, torch.Tensor] | None = None
+    module: nn.Module,
+    call: ModelCall,
+    assumptions: Assumptions = NOTHING,
+    values: Mapping[str, torch.Tensor] | None = None,
+    answered: Answered = UNASKED,
+    nothing: Nothing = some,
 ) -> Traced:
-    """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line."""
+    """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line.
+
+    With what was answered in a tracing before, `nothing` says for each question there whether nothing is selected below it.
+    """
+    lines = answered.lines
+    while True:
+        try:
+            return _traced(module, call, assumptions, values or {}, EmptySelections(lines=lines, nothing=nothing))
+        except AskedForRows as asked:
+            lines |= asked.lines
+
+
+def _traced(
+    module: nn.Module, call: ModelCall, assumptions: Assumptions, values: Mapping[str, torch.Tensor], rows: EmptySelections
+) -> Traced:
+    """The module exported once; raises AskedForRows where torch asks for more than was known."""
     found: list[tuple[ReturnSpec, tuple[str, ...]]] = []
 
     def flatten(_module: nn.Module, _args: object, result: object) -> tuple[torch.Tensor, ...]:
@@ -102,7 +124,7 @@ def trace(
     ]
     try:
         with (
-            watched(module, answers, values or {}) as made,
+            watched(module, answers, values, rows) as made,
             _quiet(),
             _use_lazy_graph_module(True),  # no code is written of graphs that nobody runs
             torch.device("meta"),
@@ -112,6 +134,8 @@ def trace(
     except AutoparError:
         raise
     except Exception as error:
+        if asked := rows.asked_for(error):
+            raise AskedForRows(asked) from None
         raise explained(error, type(module).__name__) from error
     finally:
         for hook in hooks:
@@ -121,7 +145,9 @@ def trace(
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
     left = made[0]
-    return Traced(exported=exported, returned=returned, changes=left.changes, made=left.made, decided=left.decided)
+    return Traced(
+        exported=exported, returned=returned, changes=left.changes, made=left.made, decided=left.decided, answered=left.answered
+    )
 
 
 def explained(error: Exception, model: str) -> AutoparError:
@@ -138,7 +164,7 @@ def explained(error: Exception, model: str) -> AutoparError:
     if kinds & {"DynamicOutputShapeException"} or _NUMBER.search(str(error)):
         return CaptureError(f"a shape in {model} depends on the values of a tensor", at=at, fix=_SIZE)
     if kinds & {"GuardOnDataDependentSymNode", "DataDependentOutputException"} or "data-dependent" in str(error).lower():
-        return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
+        return branching(model, at)
     if unknown := next((found for link in source_location.chain(error) if (found := _NO_FAKE.search(str(link)))), None):
         name = next(filter(None, unknown.groups()))
         fix = "torch has none for it: write what it computes with other operators" if name.startswith("aten") else _FAKE
@@ -169,6 +195,11 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def branching(model: str, at: str) -> CaptureError:
+    """The error for a branch that values decide."""
+    return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
 
 
 def varying(what: str, at: str) -> CaptureError:

@@ -45,6 +45,7 @@ from autopar.capture import (
 )
 from autopar.capture.assumptions import Answers
 from autopar.capture.carried_tensors import CarriedTensors
+from autopar.capture.empty_selections import Answered, EmptySelections
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.held_tensors import HeldTensor, held_tensors
@@ -59,16 +60,19 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What a call changed in the attributes of the module, the tensors that it put where there was none, and the buffers whose
-    values it read, each with a line that did."""
+    """What a call changed in the attributes of the module, the tensors that it put where there was none, the buffers whose
+    values it read, each with a line that did, and what it asked about selections."""
 
     changes: Changes
     made: Mapping[str, HeldTensor]
     decided: Mapping[str, str]
+    answered: Answered
 
 
 @contextlib.contextmanager
-def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tensor]) -> Iterator[list[Traces]]:
+def watched(
+    module: nn.Module, answers: Answers, values: Mapping[str, torch.Tensor], rows: EmptySelections
+) -> Iterator[list[Traces]]:
     """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
 
     The list gets what each call leaves behind. `values` has those of buffers, by name.
@@ -83,11 +87,11 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
         held = {name: one.tensor for name, one in held_tensors(module).items()}
         known = KnownValues(dict(module.named_buffers()) | held, values)
         carried = CarriedTensors(module)
-        guards = Guards(generators, answers, known, carried)
+        guards = Guards(generators, answers, known, carried, rows)
         with guards, custom_functions.intercepted(guards.applied):
             result = call(*args, **kwargs)
         guards.repairs.refuse()
-        made.append(Traces(changes(module, before), carried.made(), known.decided))
+        made.append(Traces(changes(module, before), carried.made(), known.decided, rows.answered()))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
@@ -117,9 +121,11 @@ def watched(module: nn.Module, answers: Answers, values: Mapping[str, torch.Tens
 class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
-    def __init__(self, generators: Generators, answers: Answers, known: KnownValues, carried: CarriedTensors) -> None:
+    def __init__(
+        self, generators: Generators, answers: Answers, known: KnownValues, carried: CarriedTensors, rows: EmptySelections
+    ) -> None:
         super().__init__()
-        self.generators, self.answers, self.known, self.carried = generators, answers, known, carried
+        self.generators, self.answers, self.known, self.carried, self.rows = generators, answers, known, carried, rows
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
         self.functions: dict[str, Callable[..., object]] = {}  # what is called in the place of those that are applied
@@ -132,7 +138,11 @@ class Guards(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
         frame = source_location.caller(func, asker)
-        result = self.repairs.result(lambda: self.call(func, types, args, kwargs or {}, asker), frame)
+
+        def call(function: Callable[..., object], of: tuple[object, ...], given: dict[str, object]) -> object:
+            return self.call(function, types, of, given, asker)
+
+        result = self.repairs.result(lambda: self.rows.result(func, args, kwargs or {}, call, asker), frame)
         self.carried.notice(func, (*args, *(kwargs or {}).values()), result)
         return result
 
@@ -156,7 +166,8 @@ class Guards(TorchFunctionMode):
             return answer
         if _asks(func, args):
             known = assertions.assumed(args[0], asker)
-            if (known := self.repairs.answer(args[0], asker) if known is None else known) is not None:
+            known = self.repairs.answer(args[0], asker) if known is None else known
+            if (known := self.rows.answer(args[0], asker) if known is None else known) is not None:
                 return known
         if func in _REFUSED:
             what, fix = _REFUSED[func]

@@ -45,6 +45,7 @@ class OpKind(Enum):
     SOFTMAX = "exponentials over their sum along a dim"
     NORM = "elements normalised by the statistics of some of them"
     ATTENTION = "fused attention: query, key, value, mask"
+    PLACES = "the places along a dim of what is largest or smallest there, or of all in their order, in the last result"
     RECURRENT = "a recurrent layer: sequence, states, parameters"
 
 

@@ -53,9 +53,15 @@ def outputs(program: Program, model: nn.Module, inputs: Sequence[torch.Tensor]) 
     return run(program, held(program, model) | named)
 
 
-def check(model: nn.Module, *inputs: torch.Tensor, assumptions: Assumptions = NOTHING) -> Captured:
-    """Capture a model that returns tensors; the program and its normal form give the module's outputs and gradients."""
+def check(
+    model: nn.Module, *inputs: torch.Tensor, assumptions: Assumptions = NOTHING, at: Sequence[torch.Tensor] = ()
+) -> Captured:
+    """Capture a model that returns tensors; the program and its normal form give the module's outputs and gradients.
+
+    They are compared for these inputs, or for those in `at`.
+    """
     captured = capture(model, inputs, assumptions=assumptions)
+    inputs = tuple(at) or inputs
     expected = _flat(model(*inputs))
     weights = [p for p in model.parameters() if p.requires_grad]
     gradients = _gradients(expected, weights)

@@ -174,7 +174,7 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (number, "a number depends on the values of a tensor", "torch.where"),
         (selected, "the shape of a result of forward depends on the values", "keep every size fixed"),
         (flexible, "flex_attention is not an operator", "scaled_dot_product_attention"),
-        (places, "the shape of a result of aten.nonzero.default depends on the values", "keep every size fixed"),
+        (places, "the shape of a result of forward depends on the values", "keep every size fixed"),
         (function, "the backward of Tripled would be lost: it is an autograd.Function", "torch.library.custom_op"),
         (hook, r"a hook on a tensor of shape \(8, 4\) would be lost", "torch.library.custom_op"),
         (changed_input, "aten.add_.Tensor changes the input x", "compute a new tensor"),

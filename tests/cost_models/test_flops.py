@@ -42,7 +42,7 @@ def said(plan: Plan, model: nn.Module, batch: models.Sample) -> int:
     for op in (program.op[name] for name in plan.breakdown.recompute):
         price = pricer(op, program.values, ON.device)
         row, call = row_of(op), Call.of(op)
-        if row.contracts or row.is_random(call):
+        if row.contracts or (row.flops is not None and row.is_random(call)):
             whole = 2 if call.arguments.get("is_causal") else 1  # made of products, it computes what its mask hides as well
             total += whole * price.flops([program.values[n].shape for n in op.operands], [r.shape for r in op.results])
     return total

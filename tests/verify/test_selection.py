@@ -131,7 +131,23 @@ def by_where(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return changed.square().mean() + y[torch.where(chosen(x))].mean()
 
 
+def written(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rows that are written in place, and some that are added to in place."""
+    rows, changed = y[chosen(x)], y * 2
+    rows.mul_(2).sin_()
+    changed[chosen(x)] += m.layer(x[chosen(x)])
+    return rows.sum() + changed.square().mean()
+
+
+def distinct(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rows by the distinct places of what is largest, which are as many as there are columns, or fewer."""
+    found = torch.unique(x.argmax(-1))
+    return m.head(y[0][found]).square().sum() + y[1, found].mean()
+
+
 BODIES = (
+    distinct,
+    written,
     by_where,
     with_as_many,
     put_back,
@@ -189,7 +205,7 @@ REFUSED: dict[str, Body] = {
     "the rows themselves": lambda m, x, y: y[chosen(x)],
     "a selection of a selection": lambda m, x, y: y[chosen(x)][~chosen(x)[chosen(x)]].sum(),
     "zeros for them": lambda m, x, y: y[chosen(x)].sum() + y.new_zeros(y[chosen(x)].shape[0]).cos().sum(),
-    "a write": lambda m, x, y: y[chosen(x)].mul_(2).sum(),
+    "a write of a part": lambda m, x, y: y[chosen(x)].narrow(1, 0, 2).mul_(2).sum(),
     "masks of what is written between": lambda m, x, y: written_between(y),
     "rows put elsewhere": lambda m, x, y: y.masked_scatter(chosen(-x).unsqueeze(-1), y[chosen(x)]).sum(),
     "targets of other lengths": lambda m, x, y: F.ctc_loss(
@@ -198,7 +214,7 @@ REFUSED: dict[str, Body] = {
         torch.full((4,), 8, device=x.device),
         chosen(-x).sum(-1),
     ),
-    "unique values": lambda m, x, y: y[0][torch.unique(x.argmax(-1))].sum(),
+    "unique values": lambda m, x, y: y[0][torch.unique(x.argsort(-1) * 2)].sum(),
 }
 
 

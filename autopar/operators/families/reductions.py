@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.operators import own_order, padding
 from autopar.operators.call import Call
-from autopar.operators.facts import Autocast
+from autopar.operators.facts import Autocast, OpKind
 from autopar.operators.index_facts import integers, predicates
 from autopar.operators.pattern_text import unread
 from autopar.operators.rule import OpSharding, Rule, always, op
@@ -47,13 +47,13 @@ TABLE: dict[str, Rule] = {
     "aten.amax.default": op("... @dim! ... -> ... ..."),
     "aten.amin.default": op("... @dim! ... -> ... ..."),
     "aten.aminmax.default": op("... @dim! ... -> ... ..., ... ..."),
-    "aten.argmax.default": op("... @dim! ... -> ... ..."),
-    "aten.argmin.default": op("... @dim! ... -> ... ..."),
+    "aten.argmax.default": op("... @dim! ... -> ... ...", kind=OpKind.PLACES),
+    "aten.argmin.default": op("... @dim! ... -> ... ...", kind=OpKind.PLACES),
     "aten.max.default": op("...! -> ()"),
-    "aten.max.dim": op("... @dim! ... -> ... ..., ... ..."),
+    "aten.max.dim": op("... @dim! ... -> ... ..., ... ...", kind=OpKind.PLACES),
     "aten.min.default": op("...! -> ()"),
-    "aten.min.dim": op("... @dim! ... -> ... ..., ... ..."),
-    "aten.kthvalue.default": op("... @dim! ... -> ... ..., ... ..."),
+    "aten.min.dim": op("... @dim! ... -> ... ..., ... ...", kind=OpKind.PLACES),
+    "aten.kthvalue.default": op("... @dim! ... -> ... ..., ... ...", kind=OpKind.PLACES),
     # truth
     "aten.all.default": op("...! -> ()"),
     "aten.all.dim": op("... @dim! ... -> ... ..."),
@@ -76,10 +76,10 @@ TABLE: dict[str, Rule] = {
     "aten.var_mean.correction": op("... @dim! ... -> ... ..., ... ..."),
     "aten.nanmean.default": op("... @dim! ... -> ... ..."),
     "aten.median.default": op("...! -> ()"),
-    "aten.median.dim": op("... @dim! ... -> ... ..., ... ..."),
+    "aten.median.dim": op("... @dim! ... -> ... ..., ... ...", kind=OpKind.PLACES),
     "aten.nanmedian.default": op("...! -> ()"),
     "aten.nanmedian.dim": op("... @dim! ... -> ... ..., ... ..."),
-    "aten.mode.default": op("... @dim! ... -> ... ..., ... ..."),
+    "aten.mode.default": op("... @dim! ... -> ... ..., ... ...", kind=OpKind.PLACES),
     "aten.quantile.default": op(quantile),
     "aten.quantile.scalar": op("... @dim! ... -> ... ..."),
     "aten.nanquantile.default": op(quantile),
@@ -112,14 +112,18 @@ TABLE: dict[str, Rule] = {
         own_order=own_order.cumsum,
     ),
     "aten.cumprod.default": op("... _@dim ... -> ... _@dim ...", autocast=Autocast.FP32),
-    "aten.cummax.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
-    "aten.cummin.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ..."),
+    "aten.cummax.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", kind=OpKind.PLACES),
+    "aten.cummin.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", kind=OpKind.PLACES),
     "aten.logcumsumexp.default": op("... _@dim ... -> ... _@dim ..."),
-    "aten.sort.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort, alone=True),
-    "aten.sort.stable": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort, alone=True),
-    "aten.argsort.default": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort, alone=True),
-    "aten.argsort.stable": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort, alone=True),
-    "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", alone=True),
+    "aten.sort.default": op(
+        "... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort, alone=True, kind=OpKind.PLACES
+    ),
+    "aten.sort.stable": op(
+        "... _@dim ... -> ... _@dim ..., ... _@dim ...", own_order=own_order.sort, alone=True, kind=OpKind.PLACES
+    ),
+    "aten.argsort.default": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort, alone=True, kind=OpKind.PLACES),
+    "aten.argsort.stable": op("... _@dim ... -> ... _@dim ...", own_order=own_order.sort, alone=True, kind=OpKind.PLACES),
+    "aten.topk.default": op("... _@dim ... -> ... _@dim ..., ... _@dim ...", alone=True, kind=OpKind.PLACES),
     "aten.diff.default": op(
         "... _@dim ..., ... _@dim ..., ... _@dim ... -> ... _@dim ...", linear="self prepend append", index_fact=integers.diff
     ),
