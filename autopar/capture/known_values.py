@@ -182,7 +182,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 def _knowable(node: fx.Node) -> bool:
     """Whether a node has the same values whenever its operands have; nobody reads what `empty` makes before it is written."""
     target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
-    if node.op != "call_function" or math.prod(shape) > LIMIT:
+    if node.op != "call_function" or not all(isinstance(size, int) for size in shape) or math.prod(shape) > LIMIT:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
