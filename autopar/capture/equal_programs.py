@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from autopar.ir.program import Argument, Op, Program, Ref, Static, overload, substitute
@@ -18,25 +20,31 @@ def same(one: Program, other: Program) -> bool:
 
 def _results(program: Program, known: Numbers) -> tuple[list[tuple[str, int]], list[int]]:
     """The numbers of what leaves a program: its outputs by path, and what is written."""
+    ops = live(program)
+    found = numbered(program, ops, known)
+    written = [found[op.results[0].name] for op in ops if writes(op)]
+    return [(output.path, found[output.value]) for output in program.outputs], written
+
+
+def numbered(program: Program, ops: Iterable[Op], known: Numbers) -> dict[str, int]:
+    """A number for each value, equal where ops compute the same of the same; each draw of random numbers has its own."""
     found = {name: known.setdefault(f"given {name}", len(known)) for name in program.values if name not in program.producer}
-    written, drawn = list[int](), 0
+    drawn = 0
 
     def number(leaf: Ref | Static) -> Argument:
         return Ref(str(found[leaf.name])) if isinstance(leaf, Ref) else leaf
 
-    for op in _live(program):
+    for op in ops:
         keywords = [(name, substitute(argument, number)) for name, argument in op.kwargs]
         formula = f"{op.target} {substitute(op.args, number)} {keywords}"
         if torch.Tag.nondeterministic_seeded in overload(op.target).tags:
             formula, drawn = f"{formula} draw {drawn}", drawn + 1
         for place, result in enumerate(op.results):
             found[result.name] = known.setdefault(f"{formula} {place}", len(known))
-        if writes(op):
-            written.append(found[op.results[0].name])
-    return [(output.path, found[output.value]) for output in program.outputs], written
+    return found
 
 
-def _live(program: Program) -> list[Op]:
+def live(program: Program) -> list[Op]:
     """The ops that outputs and writes depend on, in order."""
     needed, live = {output.value for output in program.outputs}, list[Op]()
     for op in reversed(program.ops):
@@ -46,4 +54,4 @@ def _live(program: Program) -> list[Op]:
     return live[::-1]
 
 
-__all__ = ["same"]
+__all__ = ["live", "numbered", "same"]

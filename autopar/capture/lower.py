@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.capture import autocast, buffers, functionalize, nodes, strided, traced_losses
 from autopar.capture.emission import Emission, Region
 from autopar.capture.functionalize import Handle, Held, Storage, View
+from autopar.capture.grouped_experts import grouped
 from autopar.capture.meta_copy import MetaCopy
 from autopar.capture.selected_ops import SelectedOp
 from autopar.capture.selection import Selections, fixed, symbolic
@@ -48,7 +49,7 @@ def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall, empty: frozenset[
     buffers.keep(builder, [held for held in given if isinstance(held, Handle)])
     values = [functionalize.read(result) for result in results if isinstance(result, Handle)]
     program = builder.program(Output(value=ref.name, path=path) for ref, path in zip(values, traced.returned.ends, strict=True))
-    return _marked(_kept(lowering.apart(program)))
+    return _marked(_kept(grouped(lowering.apart(program), lowering.selections)))
 
 
 def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall, builder: Builder) -> Iterator[Held]:

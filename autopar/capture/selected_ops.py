@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture import equal_values, nodes, traced_losses
-from autopar.capture.selected_places import SelectedPlaces, longest_first
+from autopar.capture.selected_places import Exit, SelectedPlaces, longest_first
 from autopar.capture.selection import Rows, Selection, Selections, fixed, symbolic
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
@@ -174,11 +174,15 @@ class SelectedOp:
             raise self.mixing()
         spread = self.one("aten.expand.default", rows, shape)
         held[spread.name] = {places.front: places.selection}
-        found = self.places.back(self.zeros(spread), places, len(self.shape(x)))
-        if not adds:
-            return self.one("aten.where.self", self.places.mask(places, len(self.shape(x))), found, x)
-        times = named.get("alpha", 1)
-        return self.one("aten.add.Tensor", x, found if times == 1 else self.one("aten.mul.Tensor", found, times))
+        found, times = self.places.back(self.zeros(spread), places, len(self.shape(x))), named.get("alpha", 1)
+        if adds:
+            result = self.one("aten.add.Tensor", x, found if times == 1 else self.one("aten.mul.Tensor", found, times))
+        else:
+            result = self.one("aten.where.self", self.places.mask(places, len(self.shape(x))), found, x)
+        if self.shape(rows) == shape:
+            exit = Exit(result=result, into=x, rows=rows, places=places, adds=adds, times=times)
+            self.selections.exits.append(exit)
+        return result
 
     def parts(self, named: Named) -> tuple[Argument, ...]:
         """An index of a tensor, one for each of its first dims."""
@@ -335,12 +339,13 @@ class SelectedOp:
 
     def masked(self, ref: Ref, number: Argument) -> Ref:
         """A tensor with a number in the place of rows that are not selected."""
-        found = self.selections.held[ref.name]
+        before, found = ref, self.selections.held[ref.name]
         for dim, selection in found.items():
             shape = tuple(selection.rows if place == dim else 1 for place in range(len(self.shape(ref))))
             left_out = self.one("aten.reshape.default", self.one("aten.logical_not.default", selection.mask), shape)
             ref = self.one("aten.masked_fill.Scalar", ref, left_out, number)
         self.selections.held[ref.name] = found
+        self.selections.masked[ref.name] = before
         return ref
 
     def sized(self, raw: object, now: Argument) -> Argument:

@@ -39,6 +39,18 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """Rows put at places of a tensor: `result` is `into` after they were written there, or added, `times` as often."""
+
+    result: Ref
+    into: Ref
+    rows: Ref
+    places: Places
+    adds: bool
+    times: Argument = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedPlaces:
     """What takes rows at places of selections, or puts them there; `one` emits an op with one result."""
 
@@ -82,7 +94,7 @@ class SelectedPlaces:
 
     def taken(self, x: Ref, places: Places) -> Ref:
         """The rows of a tensor at all places of a mask: those at dims that do not index it are the same."""
-        before, indexed, after = places.rows_last(len(self.shape(x)))
+        source, (before, indexed, after) = x, places.rows_last(len(self.shape(x)))
         sizes = self.shape(x)
         of_mask = tuple(places.selection.shape[dim] for dim in places.selection.order)
         single = tuple(size if dim in places.dims else 1 for dim, size in zip(places.selection.order, of_mask, strict=True))
@@ -94,6 +106,7 @@ class SelectedPlaces:
             )
         rows = self.one("aten.reshape.default", x, (*first, places.selection.rows, *last))
         self.selections.held[rows.name] = {len(first): places.selection}
+        self.selections.entrances[rows.name] = (source, places)
         return rows
 
     def back(self, rows: Ref, places: Places, rank: int) -> Ref:

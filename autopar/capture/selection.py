@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -26,6 +27,9 @@ from autopar.capture.trace import varying
 from autopar.ir.builder import Builder
 from autopar.ir.layout import Shape
 from autopar.ir.program import Ref
+
+if TYPE_CHECKING:
+    from autopar.capture.selected_places import Exit, Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,10 @@ class Selections:
     held: dict[str, Rows] = field(default_factory=dict)  # of the program's values
     places: dict[str, tuple[Selection, int]] = field(default_factory=dict)  # of values that are, for a dim of its mask
     columns: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # the places in each dim, of values that have all of them
+
+    entrances: dict[str, tuple[Ref, Places]] = field(default_factory=dict)  # rows that were taken: of what, where
+    masked: dict[str, Ref] = field(default_factory=dict)  # rows with a number where they are not selected: these rows
+    exits: list[Exit] = field(default_factory=list)  # rows that were put back, in order
 
     def learn(self, symbol: sympy.Symbol, mask: Ref, shape: Shape, order: tuple[int, ...]) -> Selection:
         """The selection by a flat mask, of a mask of this shape with its dims in this order."""
