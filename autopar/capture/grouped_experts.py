@@ -87,34 +87,47 @@ def _expert(program: Program, one: Exit) -> Expert | None:
         op = made.get(op.operands[0])  # as the selection flattened it
     if op is not None and op.target == "aten.ne.Scalar" and op.args[1] == 0:
         op = made.get(op.operands[0])
+    while op is not None and row_of(op).kind is OpKind.RESHAPE:
+        op = made.get(op.operands[0])
+    dim, dims = 0, (0, 1)
     match (op.target, op.args) if op is not None else ("", ()):
-        case "aten.eq.Scalar", (Ref() as chosen, int() as number):
-            dims = (0, 1)
-        case "aten.eq.Tensor", (Ref() as chosen, Ref(name=other)) if (said := _said(made.get(other))) is not None:
-            number, dims = said, (0, 1)
-        case "aten.select.int", (Ref(name=hot), int() as dim, int() as number):
-            source, order = made.get(hot), [0, 1, 2]
-            if source is not None and source.target == "aten.permute.default" and isinstance(source.args[1], tuple):
-                order = [at % len(source.args[1]) for at in source.args[1] if isinstance(at, int)]
-                source = made.get(source.operands[0])
-            if source is None or source.target != "aten.one_hot.default" or len(order) != 3 or order[dim] != 2:
-                return None
-            left = [at for at in order if at != 2]
-            chosen, dims = Ref(source.operands[0]), (left.index(0), left.index(1))
+        case (("aten.eq.Scalar" | "aten.eq.Tensor"), (Ref() as chosen, said)):
+            pass
+        case "aten.select.int", (Ref(name=hot), int() as dim, said):
+            pass
+        case "aten.index.Tensor", (Ref(name=hot), (said,)):
+            pass
         case _:
             return None
+    if op is not None and aten(op.target) != "eq":
+        source, order = made.get(hot), [0, 1, 2]
+        while source is not None and row_of(source).kind in (OpKind.SAME, OpKind.CAST):
+            source = made.get(source.operands[0])
+        if source is not None and source.target == "aten.permute.default" and isinstance(source.args[1], tuple):
+            order = [at % len(source.args[1]) for at in source.args[1] if isinstance(at, int)]
+            source = made.get(source.operands[0])
+        if source is None or source.target != "aten.one_hot.default" or len(order) != 3 or order[dim] != 2:
+            return None
+        left = [at for at in order if at != 2]
+        chosen, dims = Ref(source.operands[0]), (left.index(0), left.index(1))
+    number = _said(made.get(said.name)) if isinstance(said, Ref) else said
     shape = values[chosen.name].shape
-    if len(shape) != 2 or tuple(selection.shape[dim] for dim in dims) != shape or selection.order != dims:
+    if (
+        not isinstance(number, int)
+        or len(shape) != 2
+        or tuple(selection.shape[dim] for dim in dims) != shape
+        or selection.order != dims
+    ):
         return None
     return Expert(one, chosen, number, dims)
 
 
-def _said(op: Op | None) -> int | None:
+def _said(op: Op | None) -> Argument:
     """The number that a tensor of one element is filled with."""
-    if op is None or row_of(op).kind is not OpKind.FILL or math.prod(op.results[0].shape) != 1:
+    fills = row_of(op).fills if op is not None else None
+    if op is None or fills is None or math.prod(op.results[0].shape) != 1:
         return None
-    number = bound(op).get("fill_value")
-    return number if isinstance(number, int) else None
+    return bound(op)[fills] if isinstance(fills, str) else fills
 
 
 def _classes(program: Program, chosen: Ref) -> int | None:
@@ -158,8 +171,9 @@ class _Group:
         flat = self.one("aten.reshape.default", self.new(self.chosen), (self.tokens * self.picks,))
         self.keys, self.order = self.several("aten.sort.default", flat)
         self.token = self.one("aten.floor_divide.default", self.order, self.picks)
-        counts = self.one("aten.histc.default", self.one("aten.to.dtype", self.keys, torch.int32), len(loop), 0, len(loop) - 1)
-        self.ends = self.one("aten.cumsum.default", counts, 0, dtype=torch.int32)
+        wide = self.one("aten.to.dtype", self.keys, torch.float64)  # histc counts no integers on a CPU
+        counts = self.one("aten.histc.default", wide, len(loop), 0, len(loop) - 1)
+        self.ends = self.one("aten.cumsum.default", self.one("aten.to.dtype", counts, torch.int32), 0, dtype=torch.int32)
 
     def result(self) -> Ref:
         """What the loop made."""
@@ -185,16 +199,16 @@ class _Group:
     def rows(self, experts: Sequence[Ref]) -> Ref:
         """Rows of the experts, one value for each, as one."""
         selections = self.rewriter.selections
-        names = tuple(self.unmasked(one).name for one in experts)
+        names = tuple(selections.unmasked(one).name for one in experts)
         if names in self.known:
             return self.known[names]
         if all(name in selections.entrances for name in names):
             self.known[names] = self.taken([selections.entrances[name] for name in names])
             return self.known[names]
         made = self.rewriter.old.producer
-        if any(name in selections.entrances or name not in made for name in names):
+        ops = [made[name] for name in names if name in made and name not in selections.entrances]
+        if len(ops) < len(names) or not any(name in selections.held for name in ops[0].operands):
             raise Different
-        ops = [made[name] for name in names]
         results = self.op(ops)
         for place, result in enumerate(results):
             self.known[tuple(op.results[place].name for op in ops)] = result
@@ -202,27 +216,27 @@ class _Group:
             raise Different
         return self.known[names]
 
-    def unmasked(self, rows: Ref) -> Ref:
-        """Rows before those that are not selected were given a number."""
-        masked = self.rewriter.selections.masked
-        while rows.name in masked:
-            rows = masked[rows.name]
-        return rows
-
     def taken(self, entrances: Sequence[tuple[Ref, Places]]) -> Ref:
         """The rows of a tensor for the tokens in their order."""
         (x, places), selections = entrances[0], [expert.exit.places.selection for expert in self.loop]
         alike = all((at.dims, at.front) == (places.dims, places.front) for _, at in entrances)
-        if not alike or not self.equal([one for one, _ in entrances]) or any(at.selection is not of for (_, at), of in zip(entrances, selections, strict=True)):
+        if (
+            not alike
+            or not self.equal([one for one, _ in entrances])
+            or any(at.selection is not of for (_, at), of in zip(entrances, selections, strict=True))
+        ):
             raise Different
         before, now = (None,) * places.front, self.new(x)
         if set(places.dims) == {self.dims[0]}:
             return self.one("aten.index.Tensor", now, (*before, self.token))
-        if places.dims != {self.dims[0]: places.front, self.dims[1]: places.front + 1}:
+        if set(places.dims) != set(self.dims):
             raise Different
-        shape = self.shape(now)
-        flat = self.one("aten.reshape.default", now, (*shape[: places.front], -1, *shape[places.front + 2 :]))
-        return self.one("aten.index.Tensor", flat, (*before, self.order))
+        others, shape = places.rows_last(len(self.shape(now))), self.shape(now)
+        order = (*others[0], places.dims[self.dims[0]], places.dims[self.dims[1]], *others[2])
+        if order != tuple(range(len(order))):
+            now = self.one("aten.permute.default", now, order)
+        flat = (*(shape[dim] for dim in others[0]), self.tokens * self.picks, *(shape[dim] for dim in others[2]))
+        return self.one("aten.index.Tensor", self.one("aten.reshape.default", now, flat), (*before, self.order))
 
     def op(self, ops: Sequence[Op]) -> tuple[Ref, ...]:
         """The results of an op that all experts have."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture import equal_values, nodes, traced_losses
-from autopar.capture.selected_places import Exit, SelectedPlaces, longest_first
+from autopar.capture.selected_places import Exit, Places, SelectedPlaces, longest_first
 from autopar.capture.selection import Rows, Selection, Selections, fixed, symbolic
 from autopar.capture.trace import varying
 from autopar.errors import CaptureError
@@ -110,9 +110,8 @@ class SelectedOp:
             rows = self.one("aten.reshape.default", x, (*before, math.prod(taken), *after))
             return self.one("aten.index_select.default", rows, place, self.first(flat, number))
         selection = self.selections.learn(self.symbol(place), flat, taken, tuple(range(len(taken))))
-        rows = self.one("aten.reshape.default", x, (*before, selection.rows, *after))
-        self.selections.held[rows.name] = {place: selection}
-        return self.ones(rows)  # type: ignore[return-value]
+        dims = {dim: place + dim for dim in range(len(taken))}
+        return self.ones(self.places.taken(x, Places(selection=selection, dims=dims, front=place)))  # type: ignore[return-value]
 
     def located(self, args: tuple[Argument, ...]) -> tuple[Ref, ...] | None:
         """The places where a mask is true, as a tensor or one for each dim; None if the node asks for something else."""
@@ -169,6 +168,8 @@ class SelectedOp:
             )[0]
         if places.selection.empty:
             return x
+        if not adds and (more := self.more_than(x, places, rows)) is not None:
+            rows, adds = more, True
         shape = self.places.rows_shape(x, places)
         if held.get(rows.name, {}) not in ({}, {len(self.shape(rows)) - len(shape) + places.front: places.selection}):
             raise self.mixing()
@@ -183,6 +184,18 @@ class SelectedOp:
             exit = Exit(result=result, into=x, rows=rows, places=places, adds=adds, times=times)
             self.selections.exits.append(exit)
         return result
+
+    def more_than(self, x: Ref, places: Places, rows: Ref) -> Ref | None:
+        """What was added to the rows of a tensor at these places, if that is all: x[i] = x[i] + rows."""
+        op = next((op for op in reversed(self.selections.builder.ops) if op.results[0].name == rows.name), None)
+        if op is None or op.target != "aten.add.Tensor" or op.kwargs:
+            return None
+        for own, more in (op.args[:2], op.args[1::-1]):
+            if isinstance(own, Ref) and isinstance(more, Ref) and self.shape(more) == self.shape(rows):
+                taken = self.selections.entrances.get(self.selections.unmasked(own).name)
+                if taken is not None and taken[0] == x and taken[1] == places:
+                    return more
+        return None
 
     def parts(self, named: Named) -> tuple[Argument, ...]:
         """An index of a tensor, one for each of its first dims."""
@@ -251,12 +264,17 @@ class SelectedOp:
         assert isinstance(rows, Ref)
         builder, held, shape = self.selections.builder, self.selections.held, self.shape(x)
         selection = held.get(rows.name, {}).get(0)
-        by_row = selection is not None and len(held[rows.name]) == 1 and not {x.name, mask.name} & held.keys()
-        if not by_row or not equal_values.broadcasts(builder, mask, selection.mask, shape):  # type: ignore[union-attr]
+        if selection is None or len(held[rows.name]) > 1 or {x.name, mask.name} & held.keys():
             raise self.mixing()
-        if selection.empty:  # type: ignore[union-attr]
+        if not equal_values.broadcasts(builder, mask, selection.mask, shape):
+            raise self.mixing()
+        if selection.empty:
             return x
-        return self.one("aten.where.self", mask, self.one("aten.reshape.default", rows, shape), x)
+        result = self.one("aten.where.self", mask, self.one("aten.reshape.default", rows, shape), x)
+        dims = range(len(selection.shape))
+        places = Places(selection=selection, dims=dict(zip(dims, dims, strict=True)), front=0)
+        self.selections.exits.append(Exit(result=result, into=x, rows=rows, places=places, adds=False))
+        return result
 
     def aligned(self, target: str, named: Named) -> Ref:
         """CTC with the targets of all sequences one after the other, as a mask selects them: those of each go to its front.

@@ -66,6 +66,12 @@ class Selections:
         found = Selection(mask=mask, rows=math.prod(shape), shape=shape, order=order, empty=symbol in self.empty)
         return self.known.setdefault(symbol, found)
 
+    def unmasked(self, rows: Ref) -> Ref:
+        """Rows before those that are not selected were given a number."""
+        while rows.name in self.masked:
+            rows = self.masked[rows.name]
+        return rows
+
     def follow(self, before: Ref, after: Ref) -> None:
         """A value is another one in a different shape."""
         if before.name in self.places:

@@ -1,4 +1,4 @@
-"""Operators in double precision, where torch has none: what verification runs in the place of torch's own.
+"""Operators where torch has none: in double precision, in which verification runs, and in single.
 
 autopar::grouped_mm    aten._grouped_mm: products of groups of rows, of columns or of what is summed, one matrix each
 """
@@ -56,6 +56,7 @@ def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
 
 class _Context(Protocol):
     saved_tensors: tuple[Tensor, Tensor, Tensor | None]
+    needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
@@ -65,8 +66,9 @@ def _setup(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None, None, Non
 
 
 def _backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    a, b, offs = ctx.saved_tensors
-    return grouped_mm(gradient, b.mT, offs), grouped_mm(a.mT, gradient, offs), None, None, None
+    (a, b, offs), (of_a, of_b, *_) = ctx.saved_tensors, ctx.needs_input_grad
+    first = grouped_mm(gradient, b.mT, offs) if of_a else None
+    return first, grouped_mm(a.mT, gradient, offs) if of_b else None, None, None, None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_setup)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.capture import capture, empty_selections
@@ -149,7 +150,18 @@ def returned_early(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def by_mask(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    """Weights by the mask itself, whose first dim is the shorter one."""
+    y, mask = torch.zeros_like(x), F.one_hot(chosen, EXPERTS).permute(2, 1, 0).bool()
+    for e in range(EXPERTS):
+        picked = mask[e]
+        _, rows = torch.where(picked)
+        y.index_add_(0, rows, m.experts[e](x[rows]) * w.t()[picked].unsqueeze(-1))
+    return y
+
+
 LOOPS = [
+    by_mask,
     mixtral,
     hit,
     deepseek,
@@ -186,10 +198,87 @@ def test_a_loop_over_experts_has_equal_numbers(threads: Threads, mix: Mix, plan:
     assert report.ok, str(report)
 
 
-def test_tokens_are_split_over_ranks() -> None:
-    """Every rank computes with its own tokens, as data parallelism does, and sends gradients and the loss alone."""
-    plan = autopar.plan(Experts(mixtral), TOKENS, (4,), device="h100", strategy="ddp")
-    assert [(one.kind, one.bytes) for one in plan.collectives if one.where == "forward"] == [("all_reduce", 4)]
+GROUPED = [mix for mix in LOOPS if mix not in (length, any_of_them, returned_early)]
+
+
+def each_row_once(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """The operations of a product of groups, into which torch does not look: (t, k) times (e, k, n) or (k, n)."""
+    return 2 * a[-2] * a[-1] * b[-1]
+
+
+@pytest.mark.parametrize("mix", GROUPED)
+def test_an_expert_computes_with_the_tokens_that_chose_it_alone(mix: Mix) -> None:
+    """A step has the operations of the user's own module, as torch counts them."""
+    own, parallel = Experts(mix), autopar.parallelize(Experts(mix), TOKENS, (1,), device="h100")
+    counted = []
+    for module in (own, parallel):
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.autopar.grouped_mm: each_row_once}) as counter:
+            module(TOKENS).backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1]
+
+
+def differing(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    """The last expert does something else."""
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows, k = torch.where(chosen == e)
+        made = m.experts[e](x[rows])
+        y.index_add_(0, rows, (made.sin() if e == EXPERTS - 1 else made.cos()) * w[rows, k, None])
+    return y
+
+
+def wider(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    """One expert is used twice."""
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        rows, k = torch.where(chosen == e)
+        y.index_add_(0, rows, m.experts[e % 3](x[rows]) * w[rows, k, None])
+    return y
+
+
+def fewer(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    """Nothing is added for the last expert."""
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS - 1):
+        rows, k = torch.where(chosen == e)
+        y.index_add_(0, rows, m.experts[e](x[rows]) * w[rows, k, None])
+    return y
+
+
+def of_others(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    """Half of the loop, then of another choice; what comes between is seen elsewhere."""
+    y, others = torch.zeros_like(x), (chosen + 1) % EXPERTS
+    for e in range(EXPERTS):
+        rows, k = torch.where((chosen if e < 2 else others) == e)
+        y = y.index_add(0, rows, m.experts[e](x[rows]) * w[rows, k, None])
+        x = x if e != 1 else x + y
+    return y
+
+
+@pytest.mark.parametrize("mix", [differing, wider, fewer, of_others])
+def test_a_loop_that_is_no_group_of_products_is_right_too(mix: Mix) -> None:
+    interpreter.check(Experts(mix), TOKENS)
+
+
+def test_a_loop_in_half_precision_takes_torchs_product_of_groups() -> None:
+    """Where rows are aligned, as it asks; 8 features are, 6 are not."""
+    program = capture(Experts(mixtral), TOKENS, torch.bfloat16).program
+    found = {op.target for op in program.ops if "grouped" in op.target}
+    assert found == {"autopar.grouped_mm.default"}
+    wide = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16, bias=False)) for _ in range(EXPERTS))
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.router = wide, nn.Linear(16, EXPERTS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, chosen = self.router(x).softmax(-1).topk(PICKED, -1)
+            return numel(self, x, weights, chosen)  # type: ignore[arg-type]
+
+    program = capture(Wide(), torch.randn(8, 16), torch.bfloat16).program
+    assert [op.target for op in program.ops if "grouped" in op.target] == ["aten._grouped_mm.default"] * 2
 
 
 def with_a_penalty(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
