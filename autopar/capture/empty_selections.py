@@ -89,9 +89,9 @@ class EmptySelections:
     nothing: Nothing = some
     made: dict[sympy.Symbol, str] = field(default_factory=dict)  # the line that made each selection, by its number of rows
     questions: list[tuple[str, Question]] = field(default_factory=list)  # in order, with the line of each
-    below: list[tuple[int, sympy.Symbol, fx.Node]] = field(
-        default_factory=list
-    )  # selections by a mask, after the last question
+    below: list[tuple[int, sympy.Symbol, fx.Node]] = field(default_factory=list)  # selections by a mask, after these questions
+    first: int = 0  # of the questions that were asked one after the other, until something was selected
+    selects: bool = False  # whether anything was selected since the last question
     hits: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # places where a mask of one dim is true: the mask
     counts: bool = False  # whether numbers were read that count something
 
@@ -161,8 +161,9 @@ class EmptySelections:
                 empty = [0 if isinstance(one, torch.SymInt) else one for one in first.shape]
                 return pytree.tree_map(lambda one: one.new_empty(empty), found)
         self.made[size.node.expr] = at
-        if node is not None and self.questions:
-            self.below.append((len(self.questions) - 1, size.node.expr, node))
+        if node is not None:
+            self.below += ((place, size.node.expr, node) for place in range(self.first, len(self.questions)))
+            self.selects = True
         if func in _LOCATING and mask.dim() == 1 and (made := node_of(first)) is not None:
             self.hits[made] = mask
         return found
@@ -184,6 +185,8 @@ class EmptySelections:
 
     def said(self, question: Question, at: str) -> bool:
         """The answer to a question; raises CaptureError for a line that asks without end."""
+        if self.selects:
+            self.first, self.selects = len(self.questions), False
         self.questions.append((at, question))
         if len(self.questions) > MOST_ASKED and [line for line, _ in self.questions[-MOST_ASKED:]] == [at] * MOST_ASKED:
             what = f"a line asks more than {MOST_ASKED} times whether anything is selected, and a graph has no loops"
@@ -275,7 +278,8 @@ class _Each(tuple[torch.Tensor, ...]):
     at: str
 
     def __new__(cls, selections: EmptySelections, mask: torch.Tensor, places: torch.Tensor, at: str) -> _Each:
-        shape, count = tuple(places.shape[1:]), int(mask.shape[0])
+        node, shape = node_of(mask), tuple(places.shape[1:])
+        count = int(mask.shape[0]) if node is None else implications.possible(node)
         numbers = (torch.full(shape, place, dtype=places.dtype, device=places.device) for place in range(count))
         made = super().__new__(cls, numbers)
         made.selections, made.mask, made.at = selections, mask, at

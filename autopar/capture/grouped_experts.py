@@ -71,8 +71,9 @@ def _loops(program: Program, selections: Selections) -> Iterator[list[Expert]]:
     chain: list[Expert] = []
     for one in selections.exits:
         expert = _expert(program, one)
-        follows = chain and expert and one.into == chain[-1].exit.result
-        chain = [*chain, expert] if follows and expert else [expert] if expert else []
+        if not chain or expert is None or one.into != chain[-1].exit.result:
+            chain = []
+        chain += [expert] if expert is not None else []
         count = _classes(program, chain[0].chosen) if chain else None
         if count == len(chain) and {expert.number for expert in chain} == set(range(len(chain))):
             yield chain

@@ -68,6 +68,25 @@ def implied(below: Sequence[tuple[Question, fx.Node]]) -> list[bool]:
     return [False] * len(below)
 
 
+def possible(mask: fx.Node) -> int:
+    """How many of the first places of a mask of one dim may be true: without classes beyond those that were chosen among."""
+    computed, given = _integers([mask])
+    count, high = int(mask.meta["val"].shape[0]), _below(given[0]) if len(given) == 1 else None
+    if high is None or high >= count:
+        return count
+
+    def seen() -> int:
+        generator, most = torch.Generator().manual_seed(0), high
+        for sample in range(SAMPLES):
+            values = {given[0]: _drawn(given[0], sample, high, generator)}
+            for node in computed:
+                values[node] = _run(node, values)
+            most = max(most, *(1 + place for place in values[mask].flatten().nonzero().flatten().tolist()))
+        return most
+
+    return untraced(seen) or count
+
+
 def _tried(below: Sequence[tuple[Question, fx.Node]], computed: list[fx.Node], given: list[fx.Node], high: int) -> list[bool]:
     """What `implied` says, for numbers below `high` where it is not known how large they can be."""
     generator = torch.Generator().manual_seed(0)
@@ -181,4 +200,4 @@ def bounded(node: fx.Node | None) -> int | None:
     return None if node is None else _below(node)
 
 
-__all__ = ["Question", "bounded", "implied", "question", "views"]
+__all__ = ["Question", "bounded", "implied", "possible", "question", "views"]

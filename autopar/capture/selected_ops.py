@@ -109,7 +109,7 @@ class SelectedOp:
         if (number := fixed(self.node.meta["val"].shape[place])) is not None:
             rows = self.one("aten.reshape.default", x, (*before, math.prod(taken), *after))
             return self.one("aten.index_select.default", rows, place, self.first(flat, number))
-        selection = self.selections.learn(self.symbol(place), flat, taken, tuple(range(len(taken))))
+        selection = self.selections.learn(self.symbol(place), mask, flat, tuple(range(len(taken))))
         dims = {dim: place + dim for dim in range(len(taken))}
         return self.ones(self.places.taken(x, Places(selection=selection, dims=dims, front=place)))  # type: ignore[return-value]
 
@@ -131,7 +131,7 @@ class SelectedOp:
         mask = mask if self.is_mask(mask) else self.one("aten.ne.Scalar", mask, 0)
         flat = self.places.permuted(mask, order)
         flat = self.one("aten.reshape.default", flat, (math.prod(shape),)) if len(shape) > 1 else flat
-        selection = self.selections.learn(traced.shape[0].node.expr, flat, shape, order)
+        selection = self.selections.learn(traced.shape[0].node.expr, mask, flat, order)
         columns = self.places.of_mask(selection)
         if str(self.node.target) == "aten.where.default":
             return columns
@@ -266,13 +266,13 @@ class SelectedOp:
         selection = held.get(rows.name, {}).get(0)
         if selection is None or len(held[rows.name]) > 1 or {x.name, mask.name} & held.keys():
             raise self.mixing()
-        if not equal_values.broadcasts(builder, mask, selection.mask, shape):
+        if not equal_values.broadcasts(builder, mask, selection.whole, shape):
             raise self.mixing()
         if selection.empty:
             return x
-        result = self.one("aten.where.self", mask, self.one("aten.reshape.default", rows, shape), x)
         dims = range(len(selection.shape))
         places = Places(selection=selection, dims=dict(zip(dims, dims, strict=True)), front=0)
+        result = self.one("aten.where.self", mask, self.places.back(rows, places, len(shape)), x)
         self.selections.exits.append(Exit(result=result, into=x, rows=rows, places=places, adds=False))
         return result
 

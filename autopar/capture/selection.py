@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows that a mask selects: `mask` is bool[rows], the places of a mask of this shape with its dims in this order."""
+    """The rows that a mask selects: `mask` is bool[rows], the places of `whole`, of this shape, with its dims in this order."""
 
     mask: Ref
+    whole: Ref
     rows: int
     shape: Shape
     order: tuple[int, ...]
@@ -56,14 +57,15 @@ class Selections:
     held: dict[str, Rows] = field(default_factory=dict)  # of the program's values
     places: dict[str, tuple[Selection, int]] = field(default_factory=dict)  # of values that are, for a dim of its mask
     columns: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # the places in each dim, of values that have all of them
-
     entrances: dict[str, tuple[Ref, Places]] = field(default_factory=dict)  # rows that were taken: of what, where
     masked: dict[str, Ref] = field(default_factory=dict)  # rows with a number where they are not selected: these rows
     exits: list[Exit] = field(default_factory=list)  # rows that were put back, in order
 
-    def learn(self, symbol: sympy.Symbol, mask: Ref, shape: Shape, order: tuple[int, ...]) -> Selection:
-        """The selection by a flat mask, of a mask of this shape with its dims in this order."""
-        found = Selection(mask=mask, rows=math.prod(shape), shape=shape, order=order, empty=symbol in self.empty)
+    def learn(self, symbol: sympy.Symbol, whole: Ref, mask: Ref, order: tuple[int, ...]) -> Selection:
+        """The selection by a mask, of which there is a flat form with its dims in this order."""
+        shape = self.builder.values[whole.name].shape
+        empty = symbol in self.empty
+        found = Selection(mask=mask, whole=whole, rows=math.prod(shape), shape=shape, order=order, empty=empty)
         return self.known.setdefault(symbol, found)
 
     def unmasked(self, rows: Ref) -> Ref:
