@@ -27,15 +27,19 @@ def grouped_mm(
     """
     if offs is None:
         return self @ mat2
-    groups = [slice(*ends) for ends in itertools.pairwise([0, *offs.tolist()])]
-    found = self.new_zeros(_shape(self, mat2, offs))
-    for number, group in enumerate(groups):
+    ends = offs.tolist()
+    found = self.new_empty(_shape(self, mat2, offs))
+    for number, group in enumerate(slice(*pair) for pair in itertools.pairwise([0, *ends])):
         if mat2.dim() == 3:
-            found[group] = self[group] @ mat2[number]
+            torch.mm(self[group], mat2[number], out=found[group])
         elif self.dim() == 3:
             found[:, group] = self[number] @ mat2[:, group]
         else:
-            found[number] = self[:, group] @ mat2[group]
+            torch.mm(self[:, group], mat2[group], out=found[number])
+    if self.dim() == 2 and mat2.dim() == 3:
+        found[ends[-1] :] = 0
+    elif self.dim() == 3:
+        found[:, ends[-1] :] = 0
     return found
 
 
