@@ -13,6 +13,9 @@ import torch
 from torch import fx
 from torch.fx.experimental import proxy_tensor
 
+from autopar.operators import rule_of
+from autopar.operators.facts import OpKind
+
 
 @dataclass(slots=True)
 class Masks:
@@ -34,6 +37,21 @@ class Masks:
             if same and mask._version == version:
                 return mask
         return index
+
+    def flat(self, x: object, index: object) -> tuple[object, object] | None:
+        """A tensor with its first dims in one, and the flat mask of them that has selected something before; else None.
+
+        x[mask], after z[mask.view(-1)]        ->       x.view(-1, d)[mask.view(-1)]
+        """
+        node = node_of(index) if isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.dim() > 1 else None
+        if node is None or not isinstance(x, torch.Tensor) or not isinstance(index, torch.Tensor) or not x.is_contiguous():
+            return None
+        for mask, made, version in self.seen:
+            rule, whole = rule_of(str(made.target)), made.args[0] if made.args else None
+            flat = mask.dim() == 1 and rule is not None and rule.kind is OpKind.RESHAPE
+            if flat and mask._version == version and whole is node:
+                return x.view(-1, *x.shape[index.dim() :]), mask
+        return None
 
     def first_alike(self, index: object) -> object:
         """The first mask that was computed as this one is and not written since; anything else as it is."""

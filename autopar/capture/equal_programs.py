@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from autopar.ir.program import Argument, Op, Program, Ref, Static, overload, substitute
-from autopar.operators import writes
+from autopar.operators import row_of, writes
+from autopar.operators.facts import OpKind
 
 Numbers = dict[str, int]  # of texts that say how values are computed
 
@@ -29,7 +30,7 @@ def _results(program: Program, known: Numbers) -> tuple[list[tuple[str, int]], l
 def numbered(program: Program, ops: Iterable[Op], known: Numbers) -> dict[str, int]:
     """A number for each value, equal where ops compute the same of the same; each draw of random numbers has its own."""
     found = {name: known.setdefault(f"given {name}", len(known)) for name in program.values if name not in program.producer}
-    drawn = 0
+    drawn, roots = 0, dict[str, str]()
 
     def number(leaf: Ref | Static) -> Argument:
         return Ref(str(found[leaf.name])) if isinstance(leaf, Ref) else leaf
@@ -39,6 +40,13 @@ def numbered(program: Program, ops: Iterable[Op], known: Numbers) -> dict[str, i
         formula = f"{op.target} {substitute(op.args, number)} {keywords}"
         if torch.Tag.nondeterministic_seeded in overload(op.target).tags:
             formula, drawn = f"{formula} draw {drawn}", drawn + 1
+        if row_of(op).kind is OpKind.RESHAPE:  # there and back is nothing
+            (before,), (result,) = op.operands[:1], op.results
+            roots[result.name] = root = roots.get(before, before)
+            if result.shape == program.values[root].shape:
+                found[result.name] = found[root]
+                continue
+            formula = f"reshaped {found[root]} {result.shape}"
         for place, result in enumerate(op.results):
             found[result.name] = known.setdefault(f"{formula} {place}", len(known))
     return found

@@ -21,9 +21,11 @@ def broadcasts(builder: Builder, mask: Ref, flat: Ref, shape: Shape) -> bool:
     if len(values[mask.name].shape) != len(shape):
         return False
     root, no = _root(builder, mask)
-    row, not_row = _root(builder, _whole(_made(builder), flat))
     leading = values[root.name].shape
-    return shape[: len(leading)] == leading == values[row.name].shape and no == not_row and _alike(builder, root, row)
+    rows = (_root(builder, flat), _root(builder, _whole(_made(builder), flat)))
+    return shape[: len(leading)] == leading and any(
+        values[row.name].shape == leading and no == not_row and _alike(builder, root, row) for row, not_row in rows
+    )
 
 
 def _root(builder: Builder, mask: Ref) -> tuple[Ref, bool]:
@@ -42,6 +44,12 @@ def _root(builder: Builder, mask: Ref) -> tuple[Ref, bool]:
                 break
         mask = Ref(op.operands[0])
     return mask, opposite
+
+
+def reshaped(builder: Builder, one: Ref, other: Ref) -> bool:
+    """Whether two values of one shape are the same value, in whatever shapes it was meanwhile."""
+    made, values = _made(builder), builder.values
+    return one == other or (values[one.name].shape == values[other.name].shape and _whole(made, one) == _whole(made, other))
 
 
 def counts(builder: Builder, lengths: Ref, flat: Ref, batch: int) -> bool:
@@ -88,4 +96,4 @@ def _numbers(builder: Builder) -> dict[str, int]:
     return found
 
 
-__all__ = ["broadcasts", "counts"]
+__all__ = ["broadcasts", "counts", "reshaped"]

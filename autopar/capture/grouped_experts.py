@@ -15,18 +15,18 @@ That is what libraries write by hand (transformers' `grouped_mm`), and known to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from autopar.capture.equal_programs import live, numbered
+from autopar.capture.expert_loops import Expert, loops
 from autopar.capture.selected_places import Exit, Places
 from autopar.capture.selection import Selections
 from autopar.ir.builder import Rewriter
 from autopar.ir.layout import Shape
-from autopar.ir.program import Argument, Op, Program, Ref, aten
-from autopar.ir.schema import bound
+from autopar.ir.program import Argument, Op, Program, Ref, Value, aten
 from autopar.operators import row_of
 from autopar.operators.double_precision import DOUBLE
 from autopar.operators.facts import OpKind
@@ -35,26 +35,16 @@ from autopar.operators.families.contraction import ALIGNED
 GROUPED = "aten._grouped_mm.default"
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """An exit of rows, of the tokens (n) that have chosen (n, k) an expert: `dims` are those of the mask for n and k."""
-
-    exit: Exit
-    chosen: Ref
-    number: int
-    dims: tuple[int, int]
-
-
 class Different(Exception):
     """The experts of a loop do not do the same."""
 
 
 def grouped(program: Program, selections: Selections) -> Program:
     """A program in which loops over experts are groups, if all experts are in them and do the same; else as it is."""
-    loops = list(_loops(program, selections))
-    if not loops:
+    found = list(loops(program, selections))
+    if not found:
         return program
-    rewriter, done = _Grouping(program, selections), {loop[-1].exit.result.name: loop for loop in loops}
+    rewriter, done = _Grouping(program, selections), {loop[-1].exit.result.name: loop for loop in found}
     for op in program.ops:
         rewriter.keep(op)
         for result in op.results:
@@ -62,82 +52,8 @@ def grouped(program: Program, selections: Selections) -> Program:
                 rewriter.group(op, done[result.name])
     if not rewriter.changed:
         return program
-    found = rewriter.finish()
-    return replace(found, ops=tuple(live(found)))
-
-
-def _loops(program: Program, selections: Selections) -> Iterator[list[Expert]]:
-    """The exits of rows that follow each other, one for every expert that tokens can choose."""
-    chain: list[Expert] = []
-    for one in selections.exits:
-        expert = _expert(program, one)
-        if not chain or expert is None or one.into != chain[-1].exit.result:
-            chain = []
-        chain += [expert] if expert is not None else []
-        count = _classes(program, chain[0].chosen) if chain else None
-        if count == len(chain) and {expert.number for expert in chain} == set(range(len(chain))):
-            yield chain
-            chain = []
-
-
-def _expert(program: Program, one: Exit) -> Expert | None:
-    """The expert whose rows an exit puts back; None where its mask is another than that of the tokens that chose one."""
-    selection, made, values = one.places.selection, program.producer, program.values
-    op = made.get(selection.mask.name)
-    while op is not None and (row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME) or aten(op.target) == "permute"):
-        op = made.get(op.operands[0])  # as the selection flattened it
-    if op is not None and op.target == "aten.ne.Scalar" and op.args[1] == 0:
-        op = made.get(op.operands[0])
-    while op is not None and row_of(op).kind is OpKind.RESHAPE:
-        op = made.get(op.operands[0])
-    dim, dims = 0, (0, 1)
-    match (op.target, op.args) if op is not None else ("", ()):
-        case (("aten.eq.Scalar" | "aten.eq.Tensor"), (Ref() as chosen, said)):
-            pass
-        case "aten.select.int", (Ref(name=hot), int() as dim, said):
-            pass
-        case "aten.index.Tensor", (Ref(name=hot), (said,)):
-            pass
-        case _:
-            return None
-    if op is not None and aten(op.target) != "eq":
-        source, order = made.get(hot), [0, 1, 2]
-        while source is not None and row_of(source).kind in (OpKind.SAME, OpKind.CAST):
-            source = made.get(source.operands[0])
-        if source is not None and source.target == "aten.permute.default" and isinstance(source.args[1], tuple):
-            order = [at % len(source.args[1]) for at in source.args[1] if isinstance(at, int)]
-            source = made.get(source.operands[0])
-        if source is None or source.target != "aten.one_hot.default" or len(order) != 3 or order[dim] != 2:
-            return None
-        left = [at for at in order if at != 2]
-        chosen, dims = Ref(source.operands[0]), (left.index(0), left.index(1))
-    number = _said(made.get(said.name)) if isinstance(said, Ref) else said
-    shape = values[chosen.name].shape
-    if (
-        not isinstance(number, int)
-        or len(shape) != 2
-        or tuple(selection.shape[dim] for dim in dims) != shape
-        or selection.order != dims
-    ):
-        return None
-    return Expert(one, chosen, number, dims)
-
-
-def _said(op: Op | None) -> Argument:
-    """The number that a tensor of one element is filled with."""
-    fills = row_of(op).fills if op is not None else None
-    if op is None or fills is None or math.prod(op.results[0].shape) != 1:
-        return None
-    return bound(op)[fills] if isinstance(fills, str) else fills
-
-
-def _classes(program: Program, chosen: Ref) -> int | None:
-    """Among how many experts tokens choose: the places of a dim."""
-    op = program.producer.get(chosen.name)
-    if op is None or row_of(op).kind is not OpKind.PLACES or op.results[-1].name != chosen.name:
-        return None
-    dim = bound(op)["dim"]
-    return program.values[op.operands[0]].shape[dim] if isinstance(dim, int) else None
+    made = rewriter.finish()
+    return replace(made, ops=tuple(live(made)))
 
 
 class _Grouping(Rewriter):
@@ -165,13 +81,16 @@ class _Group:
     def __init__(self, rewriter: _Grouping, at: Op, loop: Sequence[Expert]) -> None:
         self.rewriter, self.at, self.loop = rewriter, at, sorted(loop, key=lambda expert: expert.number)
         self.chosen, self.dims = loop[0].chosen, loop[0].dims
-        self.tokens, self.picks = rewriter.old.values[self.chosen.name].shape
+        shape = rewriter.old.values[self.chosen.name].shape
+        self.longer = len(shape) > len(self.dims)  # there are more rows than tokens
+        self.picks = shape[-1] if len(shape) > 1 else 1
+        self.tokens = math.prod(shape) // self.picks
         self.known: dict[tuple[str, ...], Ref] = {}  # values of all experts, by their names
         if any(expert.dims != self.dims for expert in loop) or not self.equal([expert.chosen for expert in loop]):
             raise Different
         flat = self.one("aten.reshape.default", self.new(self.chosen), (self.tokens * self.picks,))
         self.keys, self.order = self.several("aten.sort.default", flat)
-        self.token = self.one("aten.floor_divide.default", self.order, self.picks)
+        self.token = self.one("aten.floor_divide.default", self.order, self.picks) if len(shape) > 1 else self.order
         wide = self.one("aten.to.dtype", self.keys, torch.float64)  # histc counts no integers on a CPU
         counts = self.one("aten.histc.default", wide, len(loop), 0, len(loop) - 1)
         self.ends = self.one("aten.cumsum.default", self.one("aten.to.dtype", counts, torch.int32), 0, dtype=torch.int32)
@@ -181,8 +100,10 @@ class _Group:
         exits = [expert.exit for expert in self.loop]
         into = min(self.loop, key=lambda expert: self.place(expert.exit)).exit.into
         adds = exits[0].adds
-        wanted = ({self.dims[0]: 0} if adds else {self.dims[0]: 0, self.dims[1]: 1}, 0, 1)
-        if any(one.adds != adds or (one.places.dims, one.places.front, one.times) != wanted for one in exits):
+        wanted = ({self.dims[0]: 0} if adds else {dim: at for at, dim in enumerate(self.dims)}, 0, 1)
+        if (self.longer and not adds) or any(
+            one.adds != adds or (one.places.dims, one.places.front, one.times) != wanted for one in exits
+        ):
             raise Different
         rows = self.rows([one.rows for one in exits])
         count = self.tokens * self.picks
@@ -190,8 +111,10 @@ class _Group:
         positions = self.one("aten.arange.default", count, device=torch.device("meta"))
         inverse = self.one("aten.index_put.default", inverse, (self.order,), positions)
         back = self.one("aten.index.Tensor", rows, (inverse,))
-        back = self.one("aten.view.default", back, (self.tokens, self.picks, *self.shape(back)[1:]))
-        return self.one("aten.add.Tensor", self.new(into), self.one("aten.sum.dim_IntList", back, (1,))) if adds else back
+        if self.longer or len(self.dims) > 1:
+            back = self.one("aten.view.default", back, (self.tokens, self.picks, *self.shape(back)[1:]))
+            back = self.one("aten.sum.dim_IntList", back, (1,)) if adds else back
+        return self.one("aten.add.Tensor", self.new(into), back) if adds else back
 
     def place(self, one: Exit) -> int:
         """The place of an exit in the loop."""
@@ -221,12 +144,12 @@ class _Group:
         """The rows of a tensor for the tokens in their order."""
         (x, places), selections = entrances[0], [expert.exit.places.selection for expert in self.loop]
         alike = all((at.dims, at.front) == (places.dims, places.front) for _, at in entrances)
-        if (
-            not alike
-            or not self.equal([one for one, _ in entrances])
-            or any(at.selection is not of for (_, at), of in zip(entrances, selections, strict=True))
-        ):
+        if not alike or any(at.selection is not of for (_, at), of in zip(entrances, selections, strict=True)):
             raise Different
+        if not self.equal([one for one, _ in entrances]):
+            if places.dims != {self.dims[0]: 0}:
+                raise Different
+            return self.own_weight([one for one, _ in entrances])
         before, now = (None,) * places.front, self.new(x)
         if set(places.dims) == {self.dims[0]}:
             return self.one("aten.index.Tensor", now, (*before, self.token))
@@ -239,9 +162,75 @@ class _Group:
         flat = (*(shape[dim] for dim in others[0]), self.tokens * self.picks, *(shape[dim] for dim in others[2]))
         return self.one("aten.index.Tensor", self.one("aten.reshape.default", now, flat), (*before, self.order))
 
+    def own_weight(self, weights: Sequence[Ref]) -> Ref:
+        """A number of each token for each expert (n, e), or for each that it chose (n, k), of which an expert takes its own."""
+        made = [self.rewriter.old.producer.get(one.name) for one in weights]
+        ops = [op for op in made if op is not None]
+        if len(ops) < len(made):
+            raise Different
+        if all(
+            (op.target, *op.args[1:]) == ("aten.select.int", 1, expert.number)
+            for op, expert in zip(ops, self.loop, strict=True)
+        ):
+            if not self.equal([Ref(op.operands[0]) for op in ops]) or len(self.old(ops[0].operands[0]).shape) != 2:
+                raise Different
+            of_all = self.one("aten.index.Tensor", self.new(Ref(ops[0].operands[0])), (self.token,))
+            return self.one("aten.squeeze.dim", self.own_column(of_all), 1)
+        if any(
+            (op.target, op.args[1:]) not in (("aten.sum.dim_IntList", ((-1,),)), ("aten.sum.dim_IntList", ((1,),)))
+            for op in ops
+        ):
+            raise Different
+        products = [self.rewriter.old.producer.get(op.operands[0]) for op in ops]
+        pairs = [op.args for op in products if op is not None and op.target == "aten.mul.Tensor" and not op.kwargs]
+        if len(pairs) < len(ops) or not all(isinstance(one, Ref) for pair in pairs for one in pair):
+            raise Different
+        for chosen, given in ((0, 1), (1, 0)):
+            if all(self.chooses(pair[chosen], expert) for pair, expert in zip(pairs, self.loop, strict=True)):
+                found = [one for pair in pairs if isinstance(one := pair[given], Ref)]
+                if self.equal(found) and self.old(found[0].name).shape == (self.tokens, self.picks):
+                    flat = self.one("aten.reshape.default", self.new(found[0]), (self.tokens * self.picks,))
+                    return self.one("aten.index.Tensor", flat, (self.order,))
+        raise Different
+
+    def chooses(self, mask: Argument, expert: Expert) -> bool:
+        """Whether a value says where an expert is chosen, as the loop's own masks do."""
+        op = self.rewriter.old.producer.get(mask.name) if isinstance(mask, Ref) else None
+        while op is not None and row_of(op).kind in (OpKind.CAST, OpKind.SAME):
+            op = self.rewriter.old.producer.get(op.operands[0])
+        if op is None or op.target != "aten.eq.Scalar" or op.args[1] != expert.number:
+            return False
+        return self.equal([Ref(op.operands[0]), self.chosen])
+
+    def own_column(self, rows: Ref) -> Ref:
+        """The column (rows, 1) of each row's own expert, of one for each."""
+        if len(self.shape(rows)) != 2:
+            raise Different
+        return self.one("aten.gather.default", rows, 1, self.one("aten.unsqueeze.default", self.keys, 1))
+
+    def column(self, ops: Sequence[Op]) -> Ref | None:
+        """What an op takes if it is the column of its expert: x[:, e], or x[:, e : e + 1]; None for any other."""
+        if any(not isinstance(op.args[0], Ref) for op in ops):
+            return None
+        ends = [(op.target, *op.args[1:]) for op in ops]
+        rows = [one for op in ops if isinstance(one := op.args[0], Ref)]
+        if ends == [("aten.select.int", 1, expert.number) for expert in self.loop]:
+            return self.one("aten.squeeze.dim", self.own_column(self.rows(rows)), 1)
+        if ends == [("aten.slice.Tensor", 1, expert.number, expert.number + 1) for expert in self.loop]:
+            return self.own_column(self.rows(rows))
+        return None
+
+    def old(self, name: str) -> Value:
+        return self.rewriter.old.values[name]
+
     def op(self, ops: Sequence[Op]) -> tuple[Ref, ...]:
         """The results of an op that all experts have."""
         first = ops[0]
+        if (column := self.column(ops)) is not None:
+            return (column,)
+        sizes = (size for one in first.args for size in (one if isinstance(one, tuple) else (one,)))
+        if self.longer and any(type(size) is int and size == self.tokens for size in sizes):
+            raise Different
         if any((op.target, len(op.args), [name for name, _ in op.kwargs]) != self.form(first) for op in ops):
             raise Different
         args = tuple(self.merged(arguments) for arguments in zip(*(op.args for op in ops), strict=True))

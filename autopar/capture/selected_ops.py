@@ -138,6 +138,8 @@ class SelectedOp:
         stacked = self.one("aten.stack.default", columns, 1)
         self.selections.held[stacked.name] = {0: selection}
         self.selections.columns[stacked.name] = columns
+        if len(columns) == 1:  # in another shape
+            self.selections.follow(columns[0], stacked)
         return (stacked,)
 
     def taken(self, named: Named) -> Ref | None:
@@ -168,7 +170,7 @@ class SelectedOp:
             )[0]
         if places.selection.empty:
             return x
-        if not adds and (more := self.more_than(x, places, rows)) is not None:
+        if not adds and (more := self.places.added(x, places, rows)) is not None:
             rows, adds = more, True
         shape = self.places.rows_shape(x, places)
         if held.get(rows.name, {}) not in ({}, {len(self.shape(rows)) - len(shape) + places.front: places.selection}):
@@ -184,18 +186,6 @@ class SelectedOp:
             exit = Exit(result=result, into=x, rows=rows, places=places, adds=adds, times=times)
             self.selections.exits.append(exit)
         return result
-
-    def more_than(self, x: Ref, places: Places, rows: Ref) -> Ref | None:
-        """What was added to the rows of a tensor at these places, if that is all: x[i] = x[i] + rows."""
-        op = next((op for op in reversed(self.selections.builder.ops) if op.results[0].name == rows.name), None)
-        if op is None or op.target != "aten.add.Tensor" or op.kwargs:
-            return None
-        for own, more in (op.args[:2], op.args[1::-1]):
-            if isinstance(own, Ref) and isinstance(more, Ref) and self.shape(more) == self.shape(rows):
-                taken = self.selections.entrances.get(self.selections.unmasked(own).name)
-                if taken is not None and taken[0] == x and taken[1] == places:
-                    return more
-        return None
 
     def parts(self, named: Named) -> tuple[Argument, ...]:
         """An index of a tensor, one for each of its first dims."""
@@ -272,8 +262,15 @@ class SelectedOp:
             return x
         dims = range(len(selection.shape))
         places = Places(selection=selection, dims=dict(zip(dims, dims, strict=True)), front=0)
-        result = self.one("aten.where.self", mask, self.places.back(rows, places, len(shape)), x)
-        self.selections.exits.append(Exit(result=result, into=x, rows=rows, places=places, adds=False))
+        if len(selection.shape) > len(shape) or shape[: len(selection.shape)] != selection.shape:
+            return self.one("aten.where.self", mask, self.one("aten.reshape.default", rows, shape), x)
+        if (more := self.places.added(x, places, rows)) is not None:
+            result = self.one("aten.add.Tensor", x, self.places.back(self.zeros(more), places, len(shape)))
+        else:
+            result = self.one("aten.where.self", mask, self.places.back(rows, places, len(shape)), x)
+        self.selections.exits.append(
+            Exit(result=result, into=x, rows=rows if more is None else more, places=places, adds=more is not None)
+        )
         return result
 
     def aligned(self, target: str, named: Named) -> Ref:

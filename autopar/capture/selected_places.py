@@ -16,9 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.capture import equal_values
 from autopar.capture.selection import Selection, Selections
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Ref, refs
+from autopar.operators import row_of
+from autopar.operators.facts import OpKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,23 @@ class SelectedPlaces:
             found = self.one("aten.sum.dim_IntList", found, others)
         stand = (*before, *indexed, *after)
         return self.permuted(found, tuple(stand.index(dim) for dim in range(rank)))
+
+    def added(self, x: Ref, places: Places, rows: Ref) -> Ref | None:
+        """What was added to the rows of a tensor at these places, if that is all: x[i] = x[i] + rows."""
+        builder = self.selections.builder
+        made, dtype = {op.results[0].name: op for op in builder.ops[-8:]}, builder.values[rows.name].dtype  # not far away
+        while (op := made.get(rows.name)) and row_of(op).kind in (OpKind.SAME, OpKind.CAST, OpKind.EXPAND, OpKind.RESHAPE):
+            rows = Ref(op.operands[0])
+            if builder.values[rows.name].dtype != dtype:
+                return None
+        if op is None or op.target != "aten.add.Tensor" or op.kwargs:
+            return None
+        for own, more in (op.args[:2], op.args[1::-1]):
+            if isinstance(own, Ref) and isinstance(more, Ref) and self.shape(more) == self.shape(rows):
+                taken = self.selections.entrances.get(self.selections.unmasked(own).name)
+                if taken is not None and taken[1] == places and equal_values.reshaped(builder, taken[0], x):
+                    return more
+        return None
 
     def mask(self, places: Places, rank: int) -> Ref:
         """Where rows are put back: a mask with the dims of the tensor, of size 1 where it is not indexed."""

@@ -175,6 +175,7 @@ class Guards(TorchFunctionMode):
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
         if func in _INDEXING:
             args = (args[0], self.masks.behind(args[1]), *args[2:])
+            args = (*(self.masks.flat(args[0], args[1]) or args[:2]), *args[2:])
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
         count = functools.partial(self.known.true_values, frame=asker)
         args = known_masks.located(func, args, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -16,10 +17,10 @@ from autopar.errors import CaptureError
 from autopar.plan.options import Options
 from autopar.verify.verification import verify
 from tests.capture import interpreter
+from tests.capture.expert_models import EXPERTS, PICKED, PUBLISHED, WIDTH
 from tests.support import table
 from tests.support.threads import Threads
 
-WIDTH, EXPERTS, PICKED = 6, 4, 2
 TOKENS = torch.randn(4, 4, WIDTH, generator=torch.Generator().manual_seed(0))
 ALIKE = torch.randn(1, 1, WIDTH, generator=torch.Generator().manual_seed(1)).expand(
     4, 4, WIDTH
@@ -182,14 +183,11 @@ def test_a_loop_over_experts_is_captured(mix: Mix) -> None:
     model = Experts(mix)
     for sample, others in ((TOKENS, ALIKE), (ALIKE, TOKENS)):
         interpreter.check(model, sample, at=(others,))
-        interpreter.check(model, sample)
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("plan", ["ddp", "fsdp", "megatron", 0, 1])
-@pytest.mark.parametrize("mix", LOOPS)
-def test_a_loop_over_experts_has_equal_numbers(threads: Threads, mix: Mix, plan: str | int) -> None:
-    model, on = Experts(mix), table.mesh((2, 2))
+def check(threads: Threads, model: nn.Module, plan: str | int) -> None:
+    """A plan on four devices has the numbers of the model."""
+    on = table.mesh((2, 2))
     if isinstance(plan, int):
         made = autopar.testing.random_plan(model, TOKENS, on, seed=plan)
     else:
@@ -198,7 +196,14 @@ def test_a_loop_over_experts_has_equal_numbers(threads: Threads, mix: Mix, plan:
     assert report.ok, str(report)
 
 
-GROUPED = [mix for mix in LOOPS if mix not in (length, any_of_them, returned_early)]
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("plan", ["ddp", "fsdp", "megatron", 0, 1])
+@pytest.mark.parametrize("mix", LOOPS)
+def test_a_loop_over_experts_has_equal_numbers(threads: Threads, mix: Mix, plan: str | int) -> None:
+    check(threads, Experts(mix), plan)
+
+
+GROUPED = [*(functools.partial(Experts, mix) for mix in LOOPS if mix is not returned_early), *PUBLISHED]
 
 
 def each_row_once(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
@@ -206,16 +211,29 @@ def each_row_once(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int
     return 2 * a[-2] * a[-1] * b[-1]
 
 
-@pytest.mark.parametrize("mix", GROUPED)
-def test_an_expert_computes_with_the_tokens_that_chose_it_alone(mix: Mix) -> None:
+@pytest.mark.parametrize("made", GROUPED)
+def test_an_expert_computes_with_the_tokens_that_chose_it_alone(made: Callable[[], nn.Module]) -> None:
     """A step has the operations of the user's own module, as torch counts them."""
-    own, parallel = Experts(mix), autopar.parallelize(Experts(mix), TOKENS, (1,), device="h100")
+    own, parallel = made(), autopar.parallelize(made(), TOKENS, (1,), device="h100")
     counted = []
     for module in (own, parallel):
         with FlopCounterMode(display=False, custom_mapping={torch.ops.autopar.grouped_mm: each_row_once}) as counter:
             module(TOKENS).backward()
         counted.append(counter.get_total_flops())
     assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("made", PUBLISHED)
+def test_a_loop_of_published_code_is_captured(made: type[nn.Module]) -> None:
+    for sample, others in ((TOKENS, ALIKE), (ALIKE, TOKENS)):
+        interpreter.check(made(), sample.contiguous(), at=(others.contiguous(),))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("plan", ["ddp", 0])
+@pytest.mark.parametrize("made", PUBLISHED)
+def test_a_loop_of_published_code_has_equal_numbers(threads: Threads, made: type[nn.Module], plan: str | int) -> None:
+    check(threads, made(), plan)
 
 
 def differing(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:

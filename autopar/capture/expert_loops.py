@@ -1,0 +1,131 @@
+"""Loops over experts in a program: rows of the tokens that chose each one of them, put back one after the other.
+
+mask of expert e       eq(chosen, e), or one_hot(chosen)[..., e]; any(eq(chosen, e), -1) of tokens that chose it anywhere
+chosen                 the places of the largest of so many scores as there are experts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.capture.selected_places import Exit
+from autopar.capture.selection import Selections
+from autopar.ir.program import Argument, Op, Program, Ref, aten
+from autopar.ir.schema import bound
+from autopar.operators import row_of
+from autopar.operators.facts import Alias, OpKind
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """An exit of rows, of the tokens (n) that have chosen (n, k), or (n), an expert: `dims` are those of the mask for n and k.
+
+    The mask may also be of tokens that have chosen it in any place, once.
+    """
+
+    exit: Exit
+    chosen: Ref
+    number: int
+    dims: tuple[int, ...]
+
+
+def loops(program: Program, selections: Selections) -> Iterator[list[Expert]]:
+    """The exits of rows that follow each other, one for every expert that tokens can choose."""
+    chain: list[Expert] = []
+    for one in selections.exits:
+        expert = _expert(program, one)
+        if not chain or expert is None or _whole(program, one.into) != _whole(program, chain[-1].exit.result):
+            chain = []
+        chain += [expert] if expert is not None else []
+        count = _classes(program, chain[0].chosen) if chain else None
+        if count == len(chain) and {expert.number for expert in chain} == set(range(len(chain))):
+            yield chain
+            chain = []
+
+
+def _whole(program: Program, value: Ref) -> Ref:
+    """What a value was before its shape was changed."""
+    while (op := program.producer.get(value.name)) and row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME):
+        value = Ref(op.operands[0])
+    return value
+
+
+def _expert(program: Program, one: Exit) -> Expert | None:
+    """The expert whose rows an exit puts back; None where its mask is another than that of the tokens that chose one."""
+    selection, made, values = one.places.selection, program.producer, program.values
+    op = made.get(selection.mask.name)
+    while op is not None and (row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME) or aten(op.target) == "permute"):
+        op = made.get(op.operands[0])  # as the selection flattened it
+    if op is not None and op.target == "aten.ne.Scalar" and op.args[1] == 0:
+        op = made.get(op.operands[0])
+    while op is not None and row_of(op).kind is OpKind.RESHAPE:
+        op = made.get(op.operands[0])
+    anywhere = (
+        op is not None and op.target == "aten.any.dim" and op.args[1:] in ((-1,), (len(values[op.operands[0]].shape) - 1,))
+    )
+    if op is not None and anywhere:
+        op = made.get(op.operands[0])
+    dim, dims = 0, tuple(range(len(selection.shape)))
+    match (op.target, op.args) if op is not None else ("", ()):
+        case (("aten.eq.Scalar" | "aten.eq.Tensor"), (Ref() as chosen, said)):
+            pass
+        case "aten.select.int", (Ref(name=hot), int() as dim, said):
+            pass
+        case "aten.index.Tensor", (Ref(name=hot), (said,)):
+            pass
+        case _:
+            return None
+    if op is not None and aten(op.target) != "eq":
+        source, order = made.get(hot), list(range(len(dims) + 1))
+        while source is not None and row_of(source).kind in (OpKind.SAME, OpKind.CAST):
+            source = made.get(source.operands[0])
+        if source is not None and source.target == "aten.permute.default" and isinstance(source.args[1], tuple):
+            order = [at % len(source.args[1]) for at in source.args[1] if isinstance(at, int)]
+            source = made.get(source.operands[0])
+        if source is None or source.target != "aten.one_hot.default" or order[dim] != len(dims):
+            return None
+        left = [at for at in order if at != len(dims)]
+        chosen, dims = Ref(source.operands[0]), tuple(map(left.index, range(len(dims))))
+    number = _said(made.get(said.name)) if isinstance(said, Ref) else said
+    shape = values[chosen.name].shape
+    if anywhere:
+        shape = (math.prod(shape[:-1]),) if _distinct(program, chosen) else ()
+    alike = tuple(selection.shape[dim] for dim in dims) == shape and selection.order == dims and len(dims) <= 2
+    return Expert(one, chosen, number, dims) if alike and isinstance(number, int) else None
+
+
+def _said(op: Op | None) -> Argument:
+    """The number that a tensor of one element is filled with."""
+    fills = row_of(op).fills if op is not None else None
+    if op is None or fills is None or math.prod(op.results[0].shape) != 1:
+        return None
+    return bound(op)[fills] if isinstance(fills, str) else fills
+
+
+def _classes(program: Program, chosen: Ref) -> int | None:
+    """Among how many experts tokens choose: the places of a dim."""
+    op = program.producer.get(chosen.name)
+    while op is not None and (row_of(op).alias is not Alias.NEVER or row_of(op).kind is OpKind.SAME):  # a part of them, too
+        chosen = Ref(op.operands[0])
+        op = program.producer.get(chosen.name)
+    if op is None or row_of(op).kind is not OpKind.PLACES or op.results[-1].name != chosen.name:
+        return None
+    dim = bound(op)["dim"]
+    return program.values[op.operands[0]].shape[dim] if isinstance(dim, int) else None
+
+
+def _distinct(program: Program, chosen: Ref) -> bool:
+    """Whether each token chooses an expert once: the places of the largest values in the last dim."""
+    op, values = program.producer.get(chosen.name), program.values
+    while (
+        op is not None and row_of(op).kind is OpKind.RESHAPE and values[op.operands[0]].shape[-1:] == op.results[0].shape[-1:]
+    ):
+        op = program.producer.get(op.operands[0])
+    if op is None or op.target != "aten.topk.default":
+        return False
+    return bound(op)["dim"] in (-1, len(op.results[1].shape) - 1)
+
+
+__all__ = ["Expert", "loops"]
