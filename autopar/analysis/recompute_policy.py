@@ -72,10 +72,15 @@ class RecomputePolicy:
 FREE = RecomputePolicy(free=True)
 
 
-def policy_of(analysis: Analysis, name: str) -> RecomputePolicy:
-    """The recomputation that a name asks for. Raises ConstraintError for another name, or a model without blocks."""
+def check_policy(name: object) -> None:
+    """Raise ConstraintError for a name that no recomputation has."""
     if name not in POLICIES:
         raise ConstraintError(f"no recomputation is called {name!r}", fix=f"one of {', '.join(POLICIES)}")
+
+
+def policy_of(analysis: Analysis, name: str) -> RecomputePolicy:
+    """The recomputation that a name asks for. Raises ConstraintError for another name, or a model without blocks."""
+    check_policy(name)
     if name in (AUTO, NONE):
         return FREE if name == AUTO else RecomputePolicy()
     program = analysis.program
@@ -149,4 +154,4 @@ def _asked(analysis: Analysis, ops: frozenset[str]) -> tuple[frozenset[str], fro
     return frozenset(asked), frozenset(uses)
 
 
-__all__ = ["AUTO", "FREE", "POLICIES", "RecomputePolicy", "policy_of"]
+__all__ = ["AUTO", "FREE", "POLICIES", "RecomputePolicy", "check_policy", "policy_of"]

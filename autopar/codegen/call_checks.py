@@ -73,7 +73,7 @@ def _check_anomaly_mode(module: ParallelModule) -> None:
     if looks and not all_plain(module.parameters()):
         raise InputError(
             "autograd's anomaly mode looks for NaNs in gradients that are still on their way between ranks",
-            fix='detect_anomaly(check_nan=False); or whole weights: strategy="ddp"',
+            fix='torch.autograd.set_detect_anomaly(True, check_nan=False), also after a trainer has set it; or strategy="ddp"',
         )
 
 

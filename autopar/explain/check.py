@@ -81,11 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "compare step time, peak memory and bytes sent with a saved plan or a folder of baselines; exit 1 if any is worse"
     parser.add_argument("--check", metavar="BASELINE", type=Path, help=what)
     worse = f"with --check: the fraction by which a figure may be worse, by default {TOLERANCE}"
-    parser.add_argument("--tolerance", type=_tolerance, metavar="FRACTION", help=worse)
+    parser.add_argument("--tolerance", type=fraction, metavar="FRACTION", help=worse)
     parser.add_argument("--update", action="store_true", help="with --check: write the present costs into the baselines")
 
 
-def _tolerance(text: str) -> float:
+def fraction(text: str) -> float:
+    """A fraction that is not negative; raises ValueError for what is no number, ArgumentTypeError for another number."""
     found = float(text)
     if not (found >= 0 and math.isfinite(found)):
         raise argparse.ArgumentTypeError(f"{text} is not a fraction such as 0.01")

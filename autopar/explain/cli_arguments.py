@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +19,7 @@ from autopar.explain.neighbours import OF_TARGET
 from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import DimSizes
 from autopar.ir.mesh import Mesh
+from autopar.plan.options import AUTO, DISK, HOST
 
 HOW = "file.py:function or package.module:function, a function that returns (model, sample_input), or a saved plan.json"
 
@@ -64,6 +65,21 @@ def parse_stages(text: str) -> int | list[str]:
 def parse_count(text: str) -> int | str:
     """A number, or the text of another word."""
     return int(text) if re.fullmatch(NUMBER, text) else text
+
+
+# What may go where, as options say it.
+OFFLOADS: Mapping[str, bool | str] = {"activations": True, HOST: HOST, DISK: DISK, AUTO: AUTO, "no": False}
+
+
+def parse_offload(text: str) -> bool | str:
+    """What may lie in the host's memory or on its disk; raises UsageError for another word.
+
+    >>> parse_offload("no")
+    False
+    """
+    if text not in OFFLOADS:
+        raise UsageError(f"--offload {text} is not known", fix=", ".join(OFFLOADS))
+    return OFFLOADS[text]
 
 
 MOST_COUNTS = 100  # numbers of devices in one question

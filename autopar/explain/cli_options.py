@@ -17,11 +17,12 @@ from autopar.explain.cli_arguments import (
     parse_devices,
     parse_dynamic,
     parse_mesh,
+    parse_offload,
     parse_stages,
 )
+from autopar.explain.cli_values import options_of_values
 from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.passes.precision import PRECISIONS
-from autopar.plan.keyword_options import options_of
 from autopar.plan.options import AUTO, Options
 from autopar.search_space.schemes import STRATEGIES
 
@@ -67,8 +68,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", help=f"{', '.join(POLICIES)}: {again}")
     away = "what may lie in the host's memory: activations, by default; host: weights, gradients and optimizer state, too; "
     away += "disk: these on the host or the disk; auto: so where their memory is known; no: nothing"
-    named = {"activations": True, "no": False}
-    parser.add_argument("--offload", type=lambda text: named.get(text, text), help=away)
+    parser.add_argument("--offload", help=away)
     parser.add_argument(
         "--host-memory", help="what the host of one node may store, such as 512GB; by default 90%% of the catalog's"
     )
@@ -186,9 +186,11 @@ def planning_options(options: argparse.Namespace) -> Options:
     """The options of planning that the command line gives."""
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
+    if options.offload is not None:
+        given["offload"] = parse_offload(options.offload)
     given |= {"constraints": constraints(options.constraint), "dynamic": dict(map(parse_dynamic, options.dynamic))}
     given |= {"static": options.static, "assume": dict(map(parse_answer, options.assume))}
-    return Options(**options_of(given))  # type: ignore[arg-type]
+    return options_of_values(given)
 
 
 def constraints(texts: Sequence[str]) -> dict[str, str]:

@@ -251,8 +251,15 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explan
         others = [name for name in PLANNING if name != "device"]
         refuse(options, (*others, "devices"), f"{options.plan} is a saved plan", "cannot change it", "leave it out, or --plan")
         tell("building the model")
+        plan = _loaded(options.plan)
+        if plan.pipeline:
+            what, fix = (
+                f"{options.plan} is a plan in pipeline stages",
+                f"{options.plan} --html REPORT.html, alone",
+            )
+            refuse(options, ("trace", "html"), what, "needs no model", fix)
         model, sample = built(options.target)
-        return explained_before(_loaded(options.plan), model, sample, options.device, phases(tell))
+        return explained_before(plan, model, sample, options.device, phases(tell))
     mesh, asked = mesh_of(options), planning_options(options)
     model, sample = built(options.target)
     tell("capturing the model")

@@ -134,7 +134,7 @@ class Difference:
         """The difference as a person reads it, a screenful at most."""
         yield from self.premises()
         for total in self.totals:
-            yield f"{total.name:<12}{total}"
+            yield f"{total.name:<11} {total}"
             if total.name == "step time" and total.growth:
                 yield from (f"  {part.name:<15}{part}" for part in self.parts if part.growth)
         yield from _listed("changed communication", [(kind_text(*new.key), _sent_text(old, new)) for old, new in self.sent])
@@ -151,7 +151,7 @@ class Difference:
         pairs |= {"pipeline": (str(old.pipeline or ""), str(new.pipeline or ""))}
         names = [name for name in {**old.options, **new.options} if name != "pipeline"]
         pairs |= {name: (old.options.get(name, ""), new.options.get(name, "")) for name in names}
-        yield from (f"{name:<12}{now or 'none'}, was {was or 'none'}" for name, (was, now) in pairs.items() if was != now)
+        yield from (f"{name:<11} {now or 'none'}, was {was or 'none'}" for name, (was, now) in pairs.items() if was != now)
 
 
 def difference(old: Plan, new: Plan) -> Difference:

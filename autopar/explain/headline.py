@@ -165,7 +165,8 @@ def _repeated(parts: Sequence[Plan], axis: str) -> str:
 
 def _without(plan: Plan, idle: Collection[str]) -> str:
     """What is said of axes that are idle, with the mesh that would do, as users write it."""
-    sizes = dict(zip(plan.axes, plan.sizes, strict=True))
+    devices = plan.mesh.devices  # an axis of memories is none of the user's
+    sizes = dict(zip(devices.axes, devices.sizes, strict=True))
     left = {axis: size for axis, size in sizes.items() if axis not in idle}
     bare = all(axis.startswith("axis") for axis in left)
     mesh = f"mesh {tuple(left.values()) or (1,)}" if bare else f"mesh {','.join(f'{axis}={n}' for axis, n in left.items())}"

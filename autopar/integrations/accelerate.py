@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 
 import accelerate
@@ -133,13 +133,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return owner.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def gather(self, tensor: object) -> object:
-        """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it."""
+        """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it.
+
+        Plain tensors are parts, joined by samples, but those with as many rows as the batch that are equal on all ranks.
+        """
         if self.parallel is None:
             return super().gather(tensor)
         gathered = self.parallel.gather(tensor)  # of a pipeline's last stage
-        if pytree.tree_structure(tensor) == pytree.tree_structure(gathered):
+        alike = pytree.tree_structure(tensor) == pytree.tree_structure(gathered)
+        results = self._results(pytree.tree_leaves(tensor if alike else gathered), pytree.tree_leaves(gathered))
+        if alike:
             gathered = pytree.tree_map(_own, tensor, gathered)
-        return recursively_apply(self._whole, gathered, error_on_other_type=True)
+        return recursively_apply(self._whole, gathered, results, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> object:
         """What `gather` gives: prepared loaders leave out what fills no batch, so that no sample comes twice."""
@@ -171,17 +176,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for folder, module in self._folders(input_dir):
             load_training_state(module, self._optimizers_of(module), folder)
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _results(self, own: Sequence[object], gathered: Sequence[object]) -> list[object]:
+        """What was gathered of results: of DTensors, and of what some ranks of a pipeline lack."""
+        assert self.parallel is not None
+        split = torch.tensor([not _is_part(one) for one in own], dtype=torch.int32, device=self.device)
+        if self.parallel.data_world > 1:
+            dist.all_reduce(split, dist.ReduceOp.MAX)
+        return [whole for whole, known in zip(gathered, split.tolist(), strict=True) if known]
+
+    def _whole(self, tensor: torch.Tensor, results: Sequence[object]) -> torch.Tensor:
         """A tensor of which each rank has a part, by samples, on every rank; a number of each rank in a row."""
         assert self.parallel is not None
         if tensor.ndim == 0:
             found: torch.Tensor = super().gather(tensor)
             return found
-        if self.parallel.data_world == 1 or len(tensor) == self.parallel.autopar.inputs.batch:
+        if self.parallel.data_world == 1 or any(tensor is one for one in results):
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat([parts[rank] for rank in self._ranks_with_shares(self.parallel)])
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        shares = [parts[rank] for rank in self._ranks_with_shares(self.parallel)]
+        first, *others = (share.view(torch.uint8) for share in shares)  # NaNs, too, are equal
+        if len(tensor) == self.parallel.autopar.inputs.batch and all(torch.equal(first, other) for other in others):
+            return tensor
+        return torch.cat(shares)
 
     def _ranks_with_shares(self, parallel: ParallelModule) -> list[int]:
         """A rank that has each share of the samples, which ranks tell each other once; every rank calls it."""
@@ -223,9 +241,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = models, optimizers
 
 
+def _is_part(own: object) -> bool:
+    """Whether a rank has a plain tensor, and no result that is split, or that it lacks."""
+    return isinstance(own, torch.Tensor) and not isinstance(own, DTensor)
+
+
 def _own(own: object, gathered: object) -> object:
     """A number or a part of the batch that this rank has; results that are split, or that it lacks, as they were gathered."""
-    return own if isinstance(own, torch.Tensor) and not isinstance(own, DTensor) else gathered
+    return own if _is_part(own) else gathered
 
 
 class PartLoader(DataLoaderShard):  # type: ignore[misc]

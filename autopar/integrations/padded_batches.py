@@ -22,6 +22,14 @@ from autopar.codegen import ParallelModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLengths:
+    """How long the longest batch of all ranks is, by input, and whether one of them is padded on the left."""
+
+    longest: Mapping[str, int]
+    left: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPadding:
     """How the batches of a planned call are padded: the value that pads an input, by name, and the side.
 
@@ -71,29 +79,34 @@ class BatchPadding:
             name for name, shape in shapes.items() if name in self.values and len(shape) == 2 and "attention_mask" in shapes
         ]
 
-    def padded(self, batch: Mapping[str, object], group: dist.ProcessGroup | None) -> dict[str, object]:
-        """The batch as long as the longest of the ranks in this group, and as long as planned where that is fixed.
-
-        All ranks call it. What is longer than planned stays so.
-        """
-        given = {
-            name: tensor for name in self.names if isinstance(tensor := batch.get(name), torch.Tensor) and tensor.ndim == 2
-        }
+    def lengths(self, batch: Mapping[str, object], parallel: ParallelModule | None = None) -> BatchLengths:
+        """The lengths of the batches of all ranks that load other samples for a parallel module; all ranks call it."""
+        given = self._given(batch)
         mask = given.get("attention_mask")
         told: list[int] = [self.left or (mask is not None and bool((mask[:, 0] == 0).any()))]
         told += [given[name].shape[1] if name in given else 0 for name in self.names]
         found = torch.tensor(told, dtype=torch.int64)
-        if group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        if parallel is not None and parallel.data_world > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=parallel.autopar.context.control)
         left, *lengths = found.tolist()
-        longest = dict(zip(self.names, lengths, strict=True))
-        return {**batch, **{name: self._padded(name, tensor, longest, bool(left)) for name, tensor in given.items()}}
+        return BatchLengths(longest=dict(zip(self.names, lengths, strict=True)), left=bool(left))
+
+    def padded(self, batch: Mapping[str, object], lengths: BatchLengths) -> dict[str, object]:
+        """The batch as long as the longest of all ranks, and as long as planned where that is fixed.
+
+        What is longer than planned stays so.
+        """
+        return {**batch, **{name: self._padded(name, tensor, lengths) for name, tensor in self._given(batch).items()}}
 
     def on_all_ranks(self, batch: Mapping[str, object], parallel: ParallelModule) -> dict[str, object]:
         """The batch as `padded` beside those of all ranks that load other samples for a parallel module."""
-        return self.padded(batch, parallel.autopar.context.control if parallel.data_world > 1 else None)
+        return self.padded(batch, self.lengths(batch, parallel))
 
-    def _padded(self, name: str, tensor: torch.Tensor, longest: Mapping[str, int], left: bool) -> torch.Tensor:
+    def _given(self, batch: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name in self.names if isinstance(tensor := batch.get(name), torch.Tensor) and tensor.ndim == 2}
+
+    def _padded(self, name: str, tensor: torch.Tensor, lengths: BatchLengths) -> torch.Tensor:
+        left, longest = lengths.left, lengths.longest
         length = longest[name] if left else max(self._planned(name, longest), longest[name])
         missing = length - tensor.shape[1]
         return nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=self.values[name])

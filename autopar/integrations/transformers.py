@@ -25,13 +25,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from autopar.codegen import ParallelModule
-from autopar.errors import InputError
+from autopar.errors import CheckpointError, InputError
 from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
+from autopar.integrations.transformers_checkpoint import load_whole_state
 from autopar.integrations.transformers_loaders import EpochLoader, EvaluationLoader, LengthGrouped
 from autopar.runtime.gathered_steps import step_gathered
 
@@ -120,6 +121,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.is_distributed_loading_by_transformers = True  # the library's word for: neither wrap it nor shard it
         self.model_accepts_loss_kwargs = False
         self.counted = counted_labels(model)
+        self.longest: Mapping[str, int] = {}  # of the inputs that were padded last
         self.weights: list[float] = []  # of the losses of the batches that are still to come in this step
         paths = [planned.path for planned in parallel.autopar.signature.tensors]
         self.loss_is_scaled_for_ga = COUNT in paths
@@ -145,7 +147,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return step_gathered(made) if isinstance(made, transformers.Adafactor) else made
 
     def floating_point_ops(self, inputs: dict[str, object]) -> float:
-        """A rank's part of the operations of a batch, by the library's count for the user's model; it adds up all ranks'."""
+        """A rank's part of the operations of a batch, by the library's count for the user's model; it adds up all ranks'.
+
+        The batch is the one that was prepared last, as long as the longest of all ranks.
+        """
+        name = getattr(self.source, "main_input_name", "input_ids")
+        if isinstance(given := inputs.get(name), torch.Tensor) and (length := self.longest.get(name)):
+            inputs = {**inputs, name: given.new_empty(len(given), length, device="meta")}
         counted: int = transformers.Trainer.floating_point_ops(SimpleNamespace(model=self.source), inputs)
         copies: int = self.args.world_size // self.model.data_world  # ranks that have the same samples
         return counted / copies
@@ -236,8 +244,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         folder = output_dir or self.args.output_dir
         save_pretrained(self.model, self.source, folder)
         if self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
+            processing = self.processing_class
+            if processing is None:
+                processing = getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -282,7 +293,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return counts
 
     def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> Mapping[str, object]:
-        padded = self._padding().on_all_ranks(inputs, self.model)
+        padding = self._padding()
+        lengths = padding.lengths(inputs, self.model)
+        padded, self.longest = padding.padded(inputs, lengths), lengths.longest
         found: Mapping[str, object] = self.model.shard(super()._prepare_inputs(padded), samples=True)
         return found
 
@@ -319,10 +332,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, STATES)):
+        if checkpoint is None or not os.path.isfile(schedule := os.path.join(checkpoint, SCHEDULER_NAME)):
             return
-        load_training_state(self.model, [self._own_optimizer()], os.path.join(checkpoint, STATES))
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        if os.path.isdir(states := os.path.join(checkpoint, STATES)):
+            load_training_state(self.model, [self._own_optimizer()], states)
+        else:
+            self._load_whole_optimizer(os.path.join(checkpoint, OPTIMIZER_NAME))
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_whole_optimizer(self, path: str) -> None:
+        """Load what the library's own Trainer saved; where that is not possible, warn, and leave the optimizer as it is."""
+        decays = self.get_decay_parameter_names(self.source)
+        try:
+            load_whole_state(self.model, self._own_optimizer(), path, self.source, decays)
+        except (CheckpointError, InputError) as error:
+            what = f"the optimizer begins anew, as its state was not read: {error.what}"
+            warnings.warn(str(CheckpointError(what, **error.details)), stacklevel=2)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer itself, which accelerate wraps."""

@@ -26,6 +26,7 @@ class Mixed(Enum):
     """What a mixed precision does with an operator that autocast leaves alone."""
 
     FP32 = "cast to float32"
+    LOWER = "cast to half precision, as products are"
     FILL = "cast to float32 if it fills in a number that half precision cannot hold"
 
 

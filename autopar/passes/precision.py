@@ -15,7 +15,8 @@ from autopar.analysis.weights import CAST
 from autopar.capture import autocast
 from autopar.errors import ConstraintError
 from autopar.ir.builder import Keywords, Rewriter, kinds
-from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, refs, substitute
+from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, aten, refs, substitute
+from autopar.ir.shape_inference import Kind
 from autopar.operators import row_of, writes
 from autopar.operators.facts import Mixed
 
@@ -116,19 +117,33 @@ class _Mixed:
             self.rewriter.keep(op)
             return
         args, kwargs = self._cast(op, new, self._wanted(op, names))
-        try:
-            found = self.rewriter.infer(op.target, args, kwargs)
-        except RuntimeError:  # it rejects mixed dtypes, or has no meta kernel: run it in float32
-            args, kwargs = self._cast(op, new, torch.float32)
+        found = self._returned(op.target, args, kwargs)
+        if found is None:
+            args, kwargs = self._as_before(op)
             found = kinds(op)
         self.rewriter.put(op, op.target, args, kwargs, found)
         self.real |= {self._now(result.name) for result in op.results}
+
+    def _returned(self, target: str, args: tuple[Argument, ...], kwargs: Keywords) -> Kind | tuple[Kind, ...] | None:
+        """What an operator returns; None if it rejects mixed dtypes, or has no meta kernel.
+
+        Those of other libraries than torch, whose fake implementations need not look at dtypes, are taken to reject them.
+        """
+        dtypes = {self.values[ref.name].dtype for ref in refs((*args, *(argument for _, argument in kwargs)))}
+        if not aten(target) and sum(dtype.is_floating_point for dtype in dtypes) > 1:
+            return None
+        try:
+            return self.rewriter.infer(target, args, kwargs)
+        except RuntimeError:
+            return None
 
     def _wanted(self, op: Op, names: list[str]) -> torch.dtype | None:
         """The dtype to which all floating operands are cast; None if they may stay as they are."""
         row = row_of(op)
         dtypes = [self.half if operand in self.given else self.values[operand].dtype for operand in names]
         fills = row.mixed is Mixed.FILL and (torch.float32 in dtypes or _huge(op, self.half))
+        if row.mixed is Mixed.LOWER:
+            return self.half
         if row.mixed is Mixed.FP32 or fills or writes(op):
             return torch.float32
         if op.target == "aten.alias.default" and op.results[0].name in self.returned:
@@ -147,6 +162,16 @@ class _Mixed:
             return self._as(op, leaf, dtype) if dtype else leaf
 
         return tuple(substitute(a, change) for a in new[0]), tuple((name, substitute(a, change)) for name, a in new[1])
+
+    def _as_before(self, op: Op) -> tuple[tuple[Argument, ...], Keywords]:
+        """The arguments of an op in the dtypes that they had in the old program."""
+
+        def change(leaf: Ref | Static) -> Argument:
+            if not isinstance(leaf, Ref):
+                return leaf
+            return self._as(op, Ref(self._now(leaf.name)), self.old.values[leaf.name].dtype)
+
+        return tuple(substitute(a, change) for a in op.args), tuple((name, substitute(a, change)) for name, a in op.kwargs)
 
     def _as(self, op: Op, ref: Ref, dtype: torch.dtype) -> Ref:
         """A value in this dtype; the cast is inserted once, before the first op that needs it."""

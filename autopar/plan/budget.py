@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from autopar import files
@@ -34,13 +35,16 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
     return byte_count(budget, "a memory budget")
 
 
-def byte_count(budget: object, what: str) -> Bytes:
-    """Bytes as a number, or as a text such as "80GB" or "24GiB". Raises BudgetError, which names `what`, for anything else."""
+def byte_count(budget: object, what: str, *, per: str = "device", least: Bytes = 1) -> Bytes:
+    """Bytes as a number, or as a text such as "80GB" or "24GiB".
+
+    Raises BudgetError for anything else, and for fewer than `least`; it names `what` the bytes are, and `per` what.
+    """
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)
-        size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0.0
+        size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else math.nan
     else:
-        size = budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else 0.0
-    if 1 <= size < files.LARGEST:
+        size = budget if isinstance(budget, (int, float)) and not isinstance(budget, bool) else math.nan
+    if least <= size < files.LARGEST:
         return int(size)
-    raise BudgetError(f"{budget!r} is not {what}", fix='bytes per device as a number, or a text such as "80GB" or "24GiB"')
+    raise BudgetError(f"{budget!r} is not {what}", fix=f'bytes per {per} as a number, or a text such as "80GB" or "24GiB"')

@@ -170,7 +170,7 @@ class Options:
 
 
 def _bytes(what: str) -> Callable[[str], object]:
-    return lambda text: byte_count(text, what) if text else None
+    return lambda text: byte_count(text, what, least=0) if text else None
 
 
 def _entries(text: str) -> frozenset[tuple[str, str]]:

@@ -37,7 +37,8 @@ def with_memories(mesh: Mesh, options: Options) -> Mesh:
         return mesh
     if options.pipeline is not None:
         raise ConstraintError(f"offload={options.offload!r} beside a pipeline is not known", fix="offload=True, or no stages")
-    memory, disk = _memory(device, options), _disk(device, options)
+    disk = _disk(device, options)
+    memory = _memory(device, options, least=0 if disk else 1)
     if disk is None and not (device.host and memory and device.host_bandwidth):
         if options.offload == AUTO and options.host_memory is None and options.disk_memory is None:
             return mesh
@@ -98,11 +99,11 @@ def check_disk(plan: Plan, ranks: int, folder: str) -> None:
         )
 
 
-def _memory(device: Device, options: Options) -> Bytes:
-    """What a node's host may store."""
+def _memory(device: Device, options: Options, *, least: Bytes) -> Bytes:
+    """What a node's host may store; raises BudgetError for less than the least."""
     if options.host_memory is None:
         return int(SHARE * device.host_memory)
-    return byte_count(options.host_memory, "an amount of the host's memory")
+    return byte_count(options.host_memory, "an amount of the host's memory", per="node", least=least)
 
 
 def _disk(device: Device, options: Options) -> Disk | None:
@@ -116,7 +117,7 @@ def _disk(device: Device, options: Options) -> Disk | None:
             fix="measure it, python -m autopar.profile ... --disk FOLDER; or an autopar.Device with disk=autopar.Disk(...)",
         )
     if options.disk_memory is not None:
-        return replace(device.disk, memory=byte_count(options.disk_memory, "an amount of the disk"))
+        return replace(device.disk, memory=byte_count(options.disk_memory, "an amount of the disk", per="node"))
     if not device.disk.memory:
         what = f"offload={options.offload!r} needs to know how much the disk of {device.name} may store"
         raise MeshError(what, fix='disk_memory="2TB", of one node')

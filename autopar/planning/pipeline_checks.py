@@ -9,6 +9,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.named_schedules import CHUNKS
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import loss_of
+from autopar.planning.plan_search import check_number
 
 
 def check_options(options: Options) -> None:
@@ -17,9 +18,8 @@ def check_options(options: Options) -> None:
     if not isinstance(options.schedule, str):
         what = f"schedule={options.schedule!r} is neither the name of a pipeline schedule nor a file"
         raise ConstraintError(what, fix=f"{AUTO!r}, {', '.join(map(repr, (*CHUNKS, 'interleaved')))}, or a file.csv")
-    runs = options.microbatches
-    if runs != AUTO and (isinstance(runs, bool) or not isinstance(runs, int)):
-        raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
+    if options.microbatches != AUTO:
+        check_number(options.microbatches)
     if options.pipeline != AUTO:
         return
     if options.stages != AUTO:

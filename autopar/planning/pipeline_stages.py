@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -225,16 +225,32 @@ class _Regions:
         return tuple(found)
 
     def _starting(self, path: object) -> int:
-        """The first op of a module, at which a stage can begin: not between what reads a buffer and what writes it."""
-        if isinstance(path, str) and path:
-            places = [place for place, op in enumerate(self.program.ops) if _within(op.name, path)]
-            own = next((place for place in places if self.program.ops[place].name not in self.again), 0)
-            region = next((place for place in places if place <= own and place in self.firsts), own)
-            if region and region not in of_one_stage(self.program):
-                return region
-        known = [module for module in dict.fromkeys(map(self.module, self.firsts)) if module not in ("", self.module(0))]
+        """The first op of a module, at which a stage can begin. Raises ConstraintError for another module, and what is none."""
+        if isinstance(path, str) and path and (found := self._place(path)):
+            return found
+        known = ", ".join(self._named())
         fix = "a module at which a stage can begin, as above" if known else "how many stages: regions begin in no module"
-        raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=", ".join(known), fix=fix)
+        raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=known, fix=fix)
+
+    def _place(self, path: str) -> int:
+        """The op with which a stage begins at a module: not between what reads a buffer and what writes it; 0 if none does."""
+        places = [place for place, op in enumerate(self.program.ops) if _within(op.name, path)]
+        own = next((place for place in places if self.program.ops[place].name not in self.again), 0)
+        region = next((place for place in places if place <= own and place in self.firsts), own)
+        return 0 if region in self._joined else region
+
+    @functools.cached_property
+    def _joined(self) -> frozenset[int]:
+        return of_one_stage(self.program)
+
+    def _named(self) -> Iterator[str]:
+        """The modules at which stages can begin, in the order of the program; of those that begin alike the outermost."""
+        parts = [op.name.partition(":")[0].split(".") for op in self.program.ops]
+        paths = dict.fromkeys(".".join(own[: end + 1]) for own in parts for end in range(len(own)))
+        found: dict[int, str] = {}
+        for path in filter(None, paths):
+            found.setdefault(self._place(path), path)
+        yield from (path for place, path in sorted(found.items()) if place)
 
     def balanced(self, schedule: PipelineSchedule, more: int) -> tuple[int, ...]:
         """The starts by which a schedule with so many micro-batches more is fastest, of regions that one device runs whole."""

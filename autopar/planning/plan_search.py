@@ -87,7 +87,8 @@ def _best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, se
     if options.microbatches == AUTO:
         best = _best_number(program, mesh, options, stop, settings)
     else:
-        best = _best_padded(microbatches(program, _number(options.microbatches)), mesh, options, stop, settings)
+        check_number(options.microbatches)
+        best = _best_padded(microbatches(program, int(options.microbatches)), mesh, options, stop, settings)
     if options.strategy != "replicate":
         useless_axes(best.formulated.analysis, mesh, padding=options.strategy in PADDED)
     return best
@@ -104,15 +105,20 @@ def limited(settings: SearchSettings, options: Options) -> SearchSettings:
         return settings
     if seconds is None:
         return replace(settings, deadline=Deadline(interrupt=Interrupt()))
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < files.LARGEST:
-        raise ConstraintError(f"time_limit={seconds!r} is not a number of seconds", fix="time_limit=60, or None for no limit")
+    check_seconds(seconds)
     return replace(settings, deadline=replace(Deadline.after(seconds), interrupt=Interrupt()))
 
 
-def _number(asked: int | str) -> int:
-    if isinstance(asked, bool) or not isinstance(asked, int):
-        raise ConstraintError(f"microbatches={asked!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
-    return asked
+def check_seconds(limit: object) -> None:
+    """Raise ConstraintError for a time limit that is not a number of seconds."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < files.LARGEST:
+        raise ConstraintError(f"time_limit={limit!r} is not a number of seconds", fix="time_limit=60, or None for no limit")
+
+
+def check_number(runs: object) -> None:
+    """Raise ConstraintError for micro-batches that are no whole number."""
+    if isinstance(runs, bool) or not isinstance(runs, int):
+        raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
 
 
 def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
@@ -233,4 +239,4 @@ def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
     return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
 
 
-__all__ = ["best_shape", "best_variant", "least_padded", "limited"]
+__all__ = ["best_shape", "best_variant", "check_number", "check_seconds", "least_padded", "limited"]

@@ -85,6 +85,15 @@ MODES = {  # what a tensor mode does, and how many axes beside its tensor axes i
 }
 
 
+def check_strategy(strategy: object) -> None:
+    """Raise ConstraintError for a strategy that does not exist, on whatever mesh."""
+    data, _, mode = str(strategy).rpartition("+")
+    if strategy in STRATEGIES or strategy == "data" or (mode in MODES and (not data or data in DATA)):
+        return
+    fix = f"one of {', '.join(STRATEGIES)}, or {', '.join(DATA)} + {', '.join(MODES)}"
+    raise ConstraintError(f"no strategy is called {strategy!r}", fix=fix)
+
+
 def scheme_of(strategy: str, mesh: Mesh) -> Scheme:
     """The scheme of a strategy that is not "auto" or "replicate", on this mesh.
 
@@ -95,10 +104,8 @@ def scheme_of(strategy: str, mesh: Mesh) -> Scheme:
     elif strategy == "data":
         found, needed, example = Scheme(copies=len(mesh.sizes), free=True), 1, 'mesh={"data": 2}'
     else:
-        data, _, mode = str(strategy).rpartition("+")
-        if mode not in MODES or (data and data not in DATA):
-            fix = f"one of {', '.join(STRATEGIES)}, or {', '.join(DATA)} + {', '.join(MODES)}"
-            raise ConstraintError(f"no strategy is called {strategy!r}", fix=fix)
+        check_strategy(strategy)
+        data, _, mode = strategy.rpartition("+")
         scheme, more = MODES[mode]
         needed = scheme.tensor + more
         example = "mesh={" + ", ".join(f'"{name}": 2' for name in mode_axes(mode)) + "}"
@@ -130,4 +137,4 @@ def strategies_for(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in STRATEGIES if name not in SCHEMES or SCHEMES[name].axes <= len(mesh.sizes))
 
 
-__all__ = ["MODES", "SCHEMES", "STRATEGIES", "Scheme", "mode_axes", "scheme_of", "strategies_for"]
+__all__ = ["MODES", "SCHEMES", "STRATEGIES", "Scheme", "check_strategy", "mode_axes", "scheme_of", "strategies_for"]

@@ -275,7 +275,7 @@ class IntegerProgram:
     def costs(self) -> Floats:
         """Costs of all columns, with what lets the smaller `tie` win among equal prices: the largest weighs a thousandth of the
         smallest price."""
-        extra, cost = np.zeros(self.matrix.columns), np.concatenate(self.matrix.costs)
+        extra, cost = np.zeros(self.matrix.columns), np.concatenate([np.zeros(0), *self.matrix.costs])
         for first, choice in zip(self.columns.pick, self.problem.choices, strict=True):
             extra[first : first + len(choice.tie)] = choice.tie
         most = extra.max(initial=0.0)

@@ -53,6 +53,36 @@ def test_options_that_say_nothing_together_are_refused(line: str, said: str, cap
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--strategy nope", "no strategy is called 'nope'"),
+        ("--budget abc", "'abc' is not a memory budget"),
+        ("--offload host --host-memory abc", "'abc' is not an amount of the host's memory"),
+        ("--precision fp8", "precision='fp8' is unknown"),
+        ("--device h1000", "no device is called 'h1000'; did you mean 'h100'?"),
+        ("--microbatches abc", "microbatches='abc' is not a number"),
+        ("--offload True", "--offload True is not known fix activations, host, disk, auto, no"),
+        ("--recompute maybe", "no recomputation is called 'maybe'"),
+        ("--mode serve", "mode='serve' is not known"),
+        ("--time-limit -1", "time_limit=-1.0 is not a number of seconds"),
+        ("--optimizer foo", "no optimizer is called 'foo'"),
+    ],
+)
+def test_a_value_that_an_option_does_not_have_is_an_error_of_the_command_line(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any model is built; by 1, the code of a cost above its baseline, a check in CI told it as that."""
+    assert main(f"nowhere.py:build --mesh 2 {option}".split()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_tolerance_is_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--check", "baselines", "--tolerance", "abc"])
+    assert "argument --tolerance: invalid fraction value: 'abc'" in capsys.readouterr().err
+
+
 def test_a_plan_on_an_open_mesh_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For one number of devices: several have no one plan."""
     (tmp_path / "one_linear.py").write_text(

@@ -74,6 +74,8 @@ def test_the_layouts_that_differ_are_all_told_with_repeated_blocks_as_one() -> N
 def test_the_lines_say_figures_collectives_layouts_and_what_is_split() -> None:
     text = "\n".join(difference(plan("ddp"), plan("fsdp")).lines())
     assert "strategy    fsdp, was ddp" in text
+    several = replace(plan("ddp"), options={**plan("ddp").options, "microbatches": "4"})
+    assert "microbatches 4, was none" in list(difference(plan("ddp"), several).premises())
     assert "peak memory" in text
     assert "\nchanged communication\n" in text
     assert " (new)\n" in text

@@ -40,6 +40,12 @@ def test_idle_axes_can_be_left_out() -> None:
     assert (proposed.step_time, proposed.peak_memory) == (whole.step_time, whole.peak_memory)
 
 
+def test_the_axis_of_memories_is_none_of_the_users() -> None:
+    plan = autopar.plan(nn.Linear(64, 64), torch.empty(2, 64), (2,), device="h100", strategy="replicate", offload="host")
+    assert plan.mesh.has_memories
+    assert waste(plan) == ["axis0 is idle: all its 2 devices do the same; try mesh (1,)"]
+
+
 def test_of_two_axes_the_idle_one_can_be_left_out() -> None:
     def forced(mesh: object, layout: str) -> Plan:
         model, sample = nn.Linear(64, 64, bias=False), torch.empty(2, 64)

@@ -64,6 +64,8 @@ def test_a_plan_in_stages_is_explained_saved_traced_and_checked(
     assert main([str(plan), "--trace", str(tmp_path / "again.json")]) == 0
     assert (tmp_path / "again.json").read_text() == trace.read_text()
     assert said == capsys.readouterr().out
+    assert main([target, "--plan", str(plan), "--trace", str(tmp_path / "more.json")]) == 2
+    assert "is a plan in pipeline stages: --trace needs no model" in capsys.readouterr().err
     assert main([target, *ASKED, "--schedule", "1f1b", "--check", str(baseline), "--update"]) == 0
     assert main(["--check", str(baseline)]) == 1  # it may be any code, unless it is below the folder
     beside = Path(target.rpartition(":")[0]).with_name("baseline.json")

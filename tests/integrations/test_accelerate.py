@@ -210,6 +210,14 @@ class Predicts(Net):
         return {"loss": functional.mse_loss(found, y), "found": found}
 
 
+class Flattens(Net):
+    """Its prediction is a row of numbers, as the scores of tokens are."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        found = self.body(x)
+        return {"loss": functional.mse_loss(found, y), "found": found.flatten()}
+
+
 def evaluated(strategy: str) -> list[tuple[torch.Tensor, ...]]:
     """What the library's evaluation gathers of each batch: predictions, targets, and the loss of each rank."""
     launched()
@@ -235,6 +243,28 @@ def test_what_an_evaluation_gathers_is_whole_and_in_order(pool: WorkerPool, stra
             assert torch.equal(y, target)
             torch.testing.assert_close(losses, expected["loss"].detach().expand(2))
             assert ranks.tolist() == [0, 1]
+
+
+def gathered(strategy: str) -> list[torch.Tensor]:
+    """Targets of which a rank has as many numbers as the batch has samples; as many that are whole; a result of other rows."""
+    launched()
+    accelerator = Accelerator(cpu=True)
+    parallel = made(Flattens(), strategy)
+    loader = DataLoader(DATA, batch_size=BATCH // parallel.data_world)
+    parallel, loader = accelerator.prepare(parallel.eval(), loader)
+    x, y = next(iter(loader))
+    with torch.no_grad():
+        found = parallel(x, y)["found"]
+    whole = torch.arange(BATCH).masked_fill(torch.arange(BATCH) > 5, -1) / torch.tensor(0.0)  # with NaN and infinities
+    return accelerator.gather_for_metrics((y[:, : parallel.data_world].flatten(), whole, found))
+
+
+def test_what_is_gathered_is_told_by_more_than_its_length(pool: WorkerPool) -> None:
+    for flat, whole, found in pool.run(f"{__name__}:gathered", "fsdp", ranks=2):  # type: ignore[misc]
+        x, y = DATA[:BATCH]
+        assert torch.equal(flat, y[:, :2].flatten())
+        assert len(whole) == BATCH
+        torch.testing.assert_close(found, Flattens()(x, y)["found"].detach())
 
 
 def asked(turns: int) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -128,6 +129,11 @@ def test_fits_and_tests_have_the_losses_of_one_process_and_resume_with_their_dro
         for without, resumed in zip(stopped[::2], stopped[1::2], strict=True):
             assert len(without) == 3 * STEPS
             assert resumed == pytest.approx(without, rel=1e-6)
+    for strategy in ("fsdp", "stages"):  # as docs/integrations.md says
+        dcp_to_torch_save(tmp_path / strategy, tmp_path / "weights.pt")
+        plain = Training(0.5, strategy)
+        plain.net = Net(0.5)  # type: ignore[assignment]
+        plain.load_state_dict(torch.load(tmp_path / "weights.pt")["state_dict"])
 
 
 def restored(folder: Path) -> list[list[float]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -101,7 +102,7 @@ def right(found: transformers.EvalPrediction) -> dict[str, float]:
 
 
 def history(trainer: transformers.Trainer) -> list[float]:
-    names = ("loss", "grad_norm", "eval_loss", "eval_right", "eval_seen")
+    names = ("loss", "grad_norm", "eval_loss", "eval_right", "eval_seen", "total_flos")
     return [value for log in trainer.state.log_history for name, value in sorted(log.items()) if name in names]
 
 
@@ -141,6 +142,9 @@ def together(payload: tuple[Path, str]) -> list[float]:
     given = {"train_dataset": data, "eval_dataset": data, "data_collator": collator, "compute_metrics": right}
     trainer = Trainer(parallel, model, args=arguments(case, payload[0], BATCH // parallel.data_world), **given)
     trainer.train()
+    trainer.save_model(str(payload[0]))
+    if dist.get_rank() == 0:
+        assert transformers.AutoTokenizer.from_pretrained(payload[0]).pad_token == "w0"  # that of the collator
     if not case.dynamic:  # the longer sample is one rank's
         with pytest.raises(InputError, match="dim 1 is 12, planned 9"):
             trainer.evaluate([*data[:3], {"input_ids": [3] * 12, "labels": [3] * 12}])
@@ -151,7 +155,7 @@ def together(payload: tuple[Path, str]) -> list[float]:
 @pytest.mark.parametrize("name", CASES)
 def test_batches_padded_to_the_longest_train_as_on_one_process(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     expected = pool.run(f"{__name__}:alone", (tmp_path / "alone", name), ranks=1)[0]
-    assert len(expected) == 2 * STEPS + 3  # type: ignore[arg-type]
+    assert len(expected) == 2 * STEPS + 4  # type: ignore[arg-type]
     for found in pool.run(f"{__name__}:together", (tmp_path / "parts", name), ranks=4 if CASES[name].stages else 2):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -250,16 +254,16 @@ def test_lengths_are_rounded_up_to_what_the_plan_allows_and_nothing_is_padded_th
     parallel = autopar.parallelize(model, sample, (1,), dynamic={"length": autopar.Dynamic(1, least=6)})
     padding = BatchPadding(signature=parallel.autopar.signature, values=values, left=False)
     batch = {name: tensor[:, :3] for name, tensor in sample.items()}
-    found = padding.padded(batch | {"other": 1}, None)
+    found = padding.padded(batch | {"other": 1}, padding.lengths(batch))
     assert found["other"] == 1
     assert found["input_ids"].tolist() == [[3, 3, 3, 7, 7, 7]] * 2  # type: ignore[attr-defined]
     assert found["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0]] * 2  # type: ignore[attr-defined]
     batch["attention_mask"][0, 0] = 0  # padded on the left: not beyond the longest
-    assert padding.padded(batch, None)["input_ids"].equal(batch["input_ids"])  # type: ignore[attr-defined]
+    assert padding.padded(batch, padding.lengths(batch))["input_ids"].equal(batch["input_ids"])  # type: ignore[attr-defined]
     del sample["attention_mask"]
     parallel = autopar.parallelize(model, sample, (1,))
     padding = BatchPadding(signature=parallel.autopar.signature, values=values, left=False)
-    assert padding.padded(batch, None) == batch
+    assert padding.padded(batch, padding.lengths(batch)) == batch
 
 
 def test_an_order_that_is_not_ours_is_refused(tmp_path: Path) -> None:

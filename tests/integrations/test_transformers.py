@@ -21,6 +21,7 @@ from autopar.integrations.transformers import Trainer
 from autopar.ir.mesh import Mesh
 from autopar.runtime.workers import WorkerPool
 from tests.integrations.launched import launched
+from tests.support.hostile import Hostile
 
 WIDTHS = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48}
 SIZES = LlamaConfig(num_hidden_layers=2, **WIDTHS)
@@ -89,17 +90,18 @@ def alone(payload: tuple[Path, bool]) -> list[float]:
     return history(trainer)
 
 
-def together(payload: tuple[Path, bool, str]) -> tuple[list[float], list[float]]:
-    """The history of training at once, and of training that stopped after half of the steps and went on."""
+def together(payload: tuple[Path, bool, str]) -> list[list[float]]:
+    """The history of training at once, and of training that stopped after half of the steps and went on, also after the
+    library's own."""
     folder, lora, strategy = payload
     launched()
     found = []
-    for first in (True, False):
+    for checkpoint in (None, folder / "checkpoint-3", *([] if lora else [folder.parent / "alone" / "checkpoint-3"])):
         source = model(lora)
         parallel = autopar.parallelize(source, SAMPLE, device="h100", inputs="sharded", **PLANS[strategy])
         args = arguments(folder, BATCH // parallel.data_world)
         trainer = Trainer(parallel, source, args=args, train_dataset=DATA, eval_dataset=DATA, compute_metrics=accuracy)
-        trainer.train(resume_from_checkpoint=None if first else str(folder / "checkpoint-3"))
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         found.append(history(trainer))
     if not lora:
         whole = LlamaForCausalLM.from_pretrained(folder / f"checkpoint-{STEPS}")
@@ -109,7 +111,7 @@ def together(payload: tuple[Path, bool, str]) -> tuple[list[float], list[float]]
         again = peft.PeftModel.from_pretrained(LlamaForCausalLM(SIZES), folder / f"checkpoint-{STEPS}")
         lora_b = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
         assert again.state_dict()[lora_b].abs().max() > 0
-    return found[0], found[1]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,9 @@ def test_training_and_resuming_have_the_losses_of_one_process(
         Mesh.of(PLANS[strategy]["mesh"]).size,
     )
     assert len(expected) == 2 * STEPS + 2 * 2 + 1  # type: ignore[arg-type]
-    for straight, resumed in pool.run(f"{__name__}:together", (tmp_path / "parts", lora, strategy), ranks=ranks):  # type: ignore[misc]
-        assert straight == pytest.approx(expected, rel=2e-4)
-        assert resumed == pytest.approx(expected, rel=2e-4)
+    for several in pool.run(f"{__name__}:together", (tmp_path / "parts", lora, strategy), ranks=ranks):
+        for found in several:  # type: ignore[attr-defined]
+            assert found == pytest.approx(expected, rel=2e-4)
 
 
 def routed() -> nn.Module:
@@ -292,6 +294,49 @@ def test_evaluation_in_another_dtype_is_refused_before_training(tmp_path: Path) 
     parallel = autopar.parallelize(source, SAMPLE, (1,), device="h100", precision="bf16")
     trainer = Trainer(parallel, source, args=args, train_dataset=DATA, eval_dataset=DATA)
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+def _of_other(kind: type[torch.optim.Optimizer], *sizes: int) -> dict[str, object]:
+    """The state of an optimizer of groups of so many vectors, after a step."""
+    groups = [{"params": [nn.Parameter(torch.ones(3)) for _ in range(size)]} for size in sizes]
+    optimizer = kind(groups, lr=0.1)
+    for parameter in (one for group in groups for one in group["params"]):
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hostile", "optimizer.pt cannot be read"),
+        ("groups", "the optimizer's state has groups of 1, 2 parameters"),
+        ("shapes", "exp_avg of model.embed_tokens.weight in the optimizer's state has another shape"),
+        ("kind", "is step, sum, that of another optimizer"),
+        ("gone", "optimizer.pt cannot be read"),
+    ],
+)
+def test_an_optimizer_of_the_library_that_is_not_read_is_said(tmp_path: Path, name: str, said: str) -> None:
+    """And nothing in its file is run; the schedule goes on."""
+    source, mark, file = model(False), tmp_path / "ran", tmp_path / "optimizer.pt"
+    parallel = autopar.parallelize(source, SAMPLE, (1,), device="h100")
+    trainer = Trainer(parallel, source, args=arguments(tmp_path, 8), train_dataset=DATA, eval_dataset=DATA)
+    trainer.create_optimizer_and_scheduler(STEPS)
+    sizes = [len(group["params"]) for group in trainer.optimizer.param_groups]
+    if name == "hostile":
+        torch.save(Hostile(mark), file)
+        mark.unlink(missing_ok=True)
+    elif name == "kind":
+        own = torch.optim.Adagrad([dict(group) for group in trainer.optimizer.param_groups])
+        torch.save(own.state_dict(), file)
+    elif name != "gone":
+        torch.save(_of_other(torch.optim.AdamW, *(sizes if name == "shapes" else (1, 2))), file)
+    torch.save({**trainer.lr_scheduler.state_dict(), "last_epoch": 3}, tmp_path / "scheduler.pt")
+    with pytest.warns(UserWarning, match=f"the optimizer begins anew, as its state was not read: .*{said}"):
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
+    assert not mark.exists()
+    assert not trainer.optimizer.state
+    assert trainer.lr_scheduler.last_epoch == 3
 
 
 def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def placed(plan: Plan) -> set[str]:
     return {layout[-1] for layout in plan.layouts.values()} & {"H", "D"}
 
 
+def test_a_host_beside_a_disk_may_store_nothing() -> None:
+    plan = planned(0.4, host_memory=0)
+    assert placed(plan) == {"D"}
+    (model, batch), device = made(), with_disk()
+    with pytest.raises(BudgetError, match="0 is not an amount of the host's memory") as caught:
+        autopar.plan(model, batch, (1,), device=device, offload="host", host_memory=0)
+    assert "bytes per node" in caught.value.details["fix"]
+
+
 def test_a_step_is_that_of_the_whole_model_and_its_memory_by_place_what_the_plan_says(tmp_path: Path) -> None:
     plan = planned(0.4, host_memory=300_000)
     assert placed(plan) == {"H", "D"}

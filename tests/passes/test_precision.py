@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401 - its operator
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +20,9 @@ from autopar.planning.planner import read_program
 from tests.capture import interpreter
 from tests.passes.programs import program
 from tests.support import models
+
+ROWS, WEIGHTS = torch.linspace(-1, 1, 24).view(3, 8).sin(), torch.linspace(-9, 9, 128).view(2, 8, 8).cos()
+ENDS = torch.tensor([2, 3], dtype=torch.int32)  # of the rows of two groups
 
 
 def dtypes(found: Program) -> dict[str, torch.dtype]:
@@ -88,6 +93,40 @@ def test_what_takes_no_mixture_takes_float32() -> None:
     found = mixed(normalise(program(body, torch.ones(3, 4), torch.ones(4, 4))))
     (lerp,) = (op for op in found.ops if "lerp" in op.target)
     assert {found.values[name].dtype for name in (*lerp.operands, lerp.name)} == {torch.float32}
+
+
+@torch.library.custom_op("precision_tests::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+@product.register_fake
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # which does not say that dtypes must be equal
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["autopar::grouped_mm", "transformers::grouped_mm_fallback"])
+def test_products_of_groups_are_narrow(name: str, half: torch.dtype) -> None:
+    library, _, short = name.partition("::")
+    grouped = getattr(getattr(torch.ops, library), short)
+    whole = normalise(program(lambda x, w, ends: grouped(F.layer_norm(x, (8,)), w, ends), ROWS, WEIGHTS, ENDS))
+    found = mixed(whole, half=half)
+    (op,) = (op for op in found.ops if short in op.target)
+    assert {found.values[operand].dtype for operand in (*op.operands[:2], op.name)} == {half}
+    (result,) = interpreter.run(found, {"tensors.0": ROWS, "tensors.1": WEIGHTS, "tensors.2": ENDS})
+    expected = torch.cat([F.layer_norm(x, (8,)) @ w for x, w in zip(ROWS.split([2, 1]), WEIGHTS, strict=True)])
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=5e-2)
+
+
+def test_an_operator_of_a_library_has_operands_of_the_dtypes_that_it_had() -> None:
+    found = mixed(normalise(program(lambda x, w: product(F.layer_norm(x, (8,)), w), torch.ones(3, 8), torch.ones(8, 4))))
+    (op,) = (op for op in found.ops if "precision_tests" in op.target)
+    assert {found.values[operand].dtype for operand in (*op.operands, op.name)} == {torch.float32}
+    interpreter.run(found, {"tensors.0": torch.ones(3, 8), "tensors.1": torch.ones(8, 4)})
+    found = mixed(normalise(program(lambda x, w: product(x, w), torch.ones(3, 8), torch.ones(8, 4))))
+    (op,) = (op for op in found.ops if "precision_tests" in op.target)
+    assert {found.values[operand].dtype for operand in (*op.operands, op.name)} == {torch.bfloat16}
 
 
 def test_inputs_arrive_in_other_dtypes_and_are_cast_once() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.errors import ConstraintError
 from autopar.plan.options import Options
 from autopar.verify.verification import verify
 from tests.planning.test_pipeline_plan import Halving, Skipping
@@ -34,6 +35,17 @@ def test_a_stage_begins_with_any_module_that_is_named(threads: Threads, model: n
     assert plan.pipeline.modules[1].startswith(path)
     report = verify(model, x, {"pp": 2}, plan, options, threads)
     assert report.ok, str(report)
+
+
+def test_the_modules_that_are_proposed_are_those_at_which_stages_can_begin() -> None:
+    model, sample = Halving(), torch.randn(4, 8)
+    asked = {"device": "h100", "pipeline": "pp", "microbatches": 2}
+    with pytest.raises(ConstraintError, match=r"no stage of the pipeline can begin at 'layers\.9'") as caught:
+        autopar.plan(model, sample, {"pp": 2}, stages=["layers.9"], **asked)
+    known = caught.value.details["known"].split(", ")
+    assert "layers.1" in known
+    for path in known:
+        assert autopar.plan(model, sample, {"pp": 2}, stages=[path], **asked).pipeline is not None
 
 
 def test_a_model_whose_layers_are_in_no_container_is_cut_between_them() -> None:

@@ -212,9 +212,20 @@ class Halving(Skipping):
         return x.sum()
 
 
+class Bare(nn.Module):
+    """Of no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.first).relu() @ self.second).sum()
+
+
 def test_where_blocks_begin_in_no_module_their_number_is_the_way_out() -> None:
     with pytest.raises(ConstraintError, match=r"can begin at 'layers\.2'") as caught:
-        autopar.plan(Halving(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", stages=["layers.2"])
+        autopar.plan(Bare(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", stages=["layers.2"])
     assert caught.value.details == {"fix": "how many stages: regions begin in no module"}
     with pytest.raises(ConstraintError, match="can begin at ''"):  # of `--stages ""`
         autopar.plan(Halving(), torch.randn(4, 8), {"pp": 2}, device="h100", pipeline="pp", stages=[""])

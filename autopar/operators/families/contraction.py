@@ -10,7 +10,7 @@ from statistics import NormalDist
 from autopar.ir.program import Argument
 from autopar.operators import own_order, padding
 from autopar.operators.call import Call, Local
-from autopar.operators.facts import Alias, Autocast, says
+from autopar.operators.facts import Alias, Autocast, Mixed, says
 from autopar.operators.flops import ProductSizes, chain, contraction, product
 from autopar.operators.pattern_text import term, without
 from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm, Rule, op
@@ -225,6 +225,7 @@ GROUPED_ROWS = op(
     flops=product(grouped_sizes, 0, 1),
     timed=even_ends,
     own_order=own_order.grouped_products,
+    mixed=Mixed.LOWER,
 )
 
 TABLE: dict[str, Rule] = {
@@ -340,6 +341,7 @@ TABLE: dict[str, Rule] = {
         flops=product(grouped_sizes, 0, 1),
         timed=even_ends,
         own_order=own_order.grouped_products,
+        mixed=Mixed.LOWER,
     ),
     # vectors along a dim
     "aten.linalg_vecdot.default": op(
