@@ -50,7 +50,7 @@ class Mixture(nn.Module):
             rows, place = torch.where(chosen == number)
             if rows.numel() == 0:
                 continue
-            y.index_add_(0, rows, expert(x[rows]) * weights[rows, place, None])
+            y.index_add_(0, rows, (expert(x[rows]) * weights[rows, place, None]).to(y.dtype))
         return y
 
 

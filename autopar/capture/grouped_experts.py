@@ -28,11 +28,8 @@ from autopar.ir.builder import Rewriter
 from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Program, Ref, Value, aten
 from autopar.operators import row_of
-from autopar.operators.double_precision import DOUBLE
+from autopar.operators.double_precision import DOUBLE, GROUPED, torchs
 from autopar.operators.facts import OpKind
-from autopar.operators.families.contraction import ALIGNED
-
-GROUPED = "aten._grouped_mm.default"
 
 
 class Different(Exception):
@@ -276,11 +273,10 @@ class _Group:
 
     def product(self, x: Ref, matrices: Ref) -> Ref:
         """Each group of rows times the matrix of its expert."""
-        sizes, dtype = (*self.shape(x)[1:], *self.shape(matrices)[1:]), self.rewriter.values[x.name].dtype
-        if len(self.shape(x)) != 2 or len(sizes) != 3:
+        operands = [self.rewriter.values[one.name] for one in (x, matrices)]
+        if [len(one.shape) for one in operands] != [2, 3]:
             raise Different
-        fits = dtype is torch.bfloat16 and not any(size % ALIGNED for size in sizes)  # what torch's own asks of operands
-        return self.one(GROUPED if fits else DOUBLE[GROUPED], x, matrices, self.ends)
+        return self.one(torchs(DOUBLE[GROUPED], operands), x, matrices, self.ends)
 
     def biased(self, x: Ref, bias: Argument = None) -> Ref:
         """Rows with a vector added, that of their expert or of all."""

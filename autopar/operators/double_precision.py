@@ -6,12 +6,24 @@ autopar::grouped_mm    aten._grouped_mm: products of groups of rows, of columns 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-DOUBLE = {"aten._grouped_mm.default": "autopar.grouped_mm.default"}  # by torch's operator, whose arguments they take
+from autopar.ir.program import Value
+
+GROUPED = "aten._grouped_mm.default"
+DOUBLE = {GROUPED: "autopar.grouped_mm.default"}  # by torch's operator, whose arguments they take
+ALIGNED = 8  # elements of bfloat16 in 16 bytes, of which torch's grouped products ask that every row begins at a multiple
+
+
+def torchs(target: str, operands: Sequence[Value]) -> str:
+    """Torch's own operator in the place of one of these, where it takes such operands: of bfloat16, with aligned rows."""
+    if target != DOUBLE[GROUPED] or any(one.dtype is not torch.bfloat16 or one.shape[-1] % ALIGNED for one in operands[:2]):
+        return target
+    return GROUPED
 
 
 @torch.library.custom_op("autopar::grouped_mm", mutates_args=())

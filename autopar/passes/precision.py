@@ -18,6 +18,7 @@ from autopar.ir.builder import Keywords, Rewriter, kinds
 from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, aten, refs, substitute
 from autopar.ir.shape_inference import Kind
 from autopar.operators import row_of, writes
+from autopar.operators.double_precision import torchs
 from autopar.operators.facts import Mixed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -121,7 +122,8 @@ class _Mixed:
         if found is None:
             args, kwargs = self._as_before(op)
             found = kinds(op)
-        self.rewriter.put(op, op.target, args, kwargs, found)
+        target = torchs(op.target, [self.rewriter.values[ref.name] for ref in refs(args)])
+        self.rewriter.put(op, target, args, kwargs, found)
         self.real |= {self._now(result.name) for result in op.results}
 
     def _returned(self, target: str, args: tuple[Argument, ...], kwargs: Keywords) -> Kind | tuple[Kind, ...] | None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.capture import capture, empty_selections
 from autopar.errors import CaptureError
+from autopar.passes.precision import mixed
 from autopar.plan.options import Options
 from autopar.verify.verification import verify
 from tests.capture import interpreter
@@ -297,6 +298,8 @@ def test_a_loop_in_half_precision_takes_torchs_product_of_groups() -> None:
 
     program = capture(Wide(), torch.randn(8, 16), torch.bfloat16).program
     assert [op.target for op in program.ops if "grouped" in op.target] == ["aten._grouped_mm.default"] * 2
+    narrow = mixed(capture(Wide(), torch.randn(8, 16)).program)
+    assert [op.target for op in narrow.ops if "grouped" in op.target] == ["aten._grouped_mm.default"] * 2
 
 
 def with_a_penalty(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:

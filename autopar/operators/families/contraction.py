@@ -10,6 +10,7 @@ from statistics import NormalDist
 from autopar.ir.program import Argument
 from autopar.operators import own_order, padding
 from autopar.operators.call import Call, Local
+from autopar.operators.double_precision import ALIGNED
 from autopar.operators.facts import Alias, Autocast, Mixed, says
 from autopar.operators.flops import ProductSizes, chain, contraction, product
 from autopar.operators.pattern_text import term, without
@@ -154,9 +155,6 @@ def combined(call: Call, local: Local) -> int:
     """Elements of the results that come back for these rows."""
     rows, matrices, width = local.operands[0][0], local.operands[1][0], local.results[0][1]
     return misplaced(local.split("t") * rows, local.split("e") * matrices) * width
-
-
-ALIGNED = 8  # elements of bfloat16 in 16 bytes, of which grouped products ask that every row begins at a multiple
 
 
 def grouped(call: Call) -> OpSharding:
