@@ -118,7 +118,7 @@ class EmptySelections:
         ):
             return self.result(torch.nonzero, (counted,), {}, call, asker).squeeze(-1)  # type: ignore[attr-defined]
         if func in _NONZERO and kwargs.get("as_tuple"):
-            return self.result(torch.where, args, {}, call, asker)
+            return self.result(torch.where, args or (kwargs["input"],), {}, call, asker)
         if func is torch.Tensor.unbind and (hit := self.hit(args[0])) is not None:
             return _Each(self, hit, args[0], source_location.of_frame(asker))
         if func is torch.Tensor.item:

@@ -78,21 +78,21 @@ def _expert(program: Program, one: Exit) -> Expert | None:
         case _:
             return None
     if op is not None and aten(op.target) != "eq":
-        source, order = made.get(hot), list(range(len(dims) + 1))
+        source, order = made.get(hot), list(range(len(values[hot].shape)))
         while source is not None and row_of(source).kind in (OpKind.SAME, OpKind.CAST):
             source = made.get(source.operands[0])
         if source is not None and source.target == "aten.permute.default" and isinstance(source.args[1], tuple):
             order = [at % len(source.args[1]) for at in source.args[1] if isinstance(at, int)]
             source = made.get(source.operands[0])
-        if source is None or source.target != "aten.one_hot.default" or order[dim] != len(dims):
+        if source is None or source.target != "aten.one_hot.default" or order[dim] != len(order) - 1:
             return None
-        left = [at for at in order if at != len(dims)]
-        chosen, dims = Ref(source.operands[0]), tuple(map(left.index, range(len(dims))))
+        left = [at for at in order if at != len(order) - 1]
+        chosen, dims = Ref(source.operands[0]), tuple(map(left.index, range(len(left))))
     number = _said(made.get(said.name)) if isinstance(said, Ref) else said
     shape = values[chosen.name].shape
     if anywhere:
         shape = (math.prod(shape[:-1]),) if _distinct(program, chosen) else ()
-    alike = tuple(selection.shape[dim] for dim in dims) == shape and selection.order == dims and len(dims) <= 2
+    alike = selection.order == dims and tuple(selection.shape[dim] for dim in dims) == shape and len(dims) <= 2
     return Expert(one, chosen, number, dims) if alike and isinstance(number, int) else None
 
 

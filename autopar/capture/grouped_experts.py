@@ -178,6 +178,8 @@ class _Group:
             for op in ops
         ):
             raise Different
+        if not self.longer:  # a token may have chosen the expert twice
+            raise Different
         products = [self.rewriter.old.producer.get(op.operands[0]) for op in ops]
         pairs = [op.args for op in products if op is not None and op.target == "aten.mul.Tensor" and not op.kwargs]
         if len(pairs) < len(ops) or not all(isinstance(one, Ref) for pair in pairs for one in pair):

@@ -275,7 +275,17 @@ def of_others(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("mix", [differing, wider, fewer, of_others])
+def flattened(m: Experts, x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    """Places among the choices of all tokens, of which their tokens are computed."""
+    y, hot = torch.zeros_like(x), F.one_hot(chosen, EXPERTS)
+    for e in range(EXPERTS):
+        (places,) = torch.where(hot[..., e].flatten())
+        rows = places // PICKED
+        y.index_add_(0, rows, m.experts[e](x[rows]) * w.flatten()[places, None])
+    return y
+
+
+@pytest.mark.parametrize("mix", [differing, wider, fewer, of_others, flattened])
 def test_a_loop_that_is_no_group_of_products_is_right_too(mix: Mix) -> None:
     interpreter.check(Experts(mix), TOKENS)
 
