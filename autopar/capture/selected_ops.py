@@ -146,7 +146,7 @@ class SelectedOp:
         """The rows at places of a selection of a tensor that has none; None for any other index."""
         x = named["self"]
         assert isinstance(x, Ref)
-        places = self.places.index(x, self.parts(named))
+        places = self.places.index(x, self.places.parts(named))
         return None if places is None else self.ones(self.places.taken(x, places))  # type: ignore[return-value]
 
     def put(self, target: str, named: Named) -> Ref:
@@ -154,7 +154,7 @@ class SelectedOp:
 
         Where several rows are written to one place, torch does not say which of them stays.
         """
-        x, rows, parts = named["self"], named.get("values", named.get("source")), self.parts(named)
+        x, rows, parts = named["self"], named.get("values", named.get("source")), self.places.parts(named)
         assert isinstance(x, Ref)
         assert isinstance(rows, Ref)
         held, adds = self.selections.held, bool(named.get("accumulate", aten(target) == "index_add"))
@@ -187,15 +187,6 @@ class SelectedOp:
             self.selections.exits.append(exit)
         return result
 
-    def parts(self, named: Named) -> tuple[Argument, ...]:
-        """An index of a tensor, one for each of its first dims."""
-        if isinstance(parts := named.get("indices"), tuple):
-            return parts
-        x, dim = named["self"], named["dim"]
-        assert isinstance(x, Ref)
-        assert isinstance(dim, int)
-        return (*(None,) * (dim % len(self.shape(x))), named["index"])
-
     def first(self, mask: Ref, number: int) -> Ref:
         """The first places where a flat mask is true."""
         order = self.emit("aten.sort.stable", (mask,), (("stable", True), ("descending", True)))[1]
@@ -211,10 +202,14 @@ class SelectedOp:
         shared = any(values[ref.name].requires_grad for ref in refs(tuple(named.values())) if ref.name not in held)
         if shared:
             named = {name: substitute(argument, self.ones) for name, argument in named.items()}
-        fitted, factors = self.fitted(target, named)
-        found = [
-            {d: factors[dim[0]] for d, dim in enumerate(dims) if len(dim) == 1 and dim[0] in factors} for dims in fitted.results
-        ]
+        if symbolic(self.node) and self.single(named):
+            found = [dict(rows) for rows in self.traced()]
+        else:
+            fitted, factors = self.fitted(target, named)
+            found = [
+                {d: factors[dim[0]] for d, dim in enumerate(dims) if len(dim) == 1 and dim[0] in factors}
+                for dims in fitted.results
+            ]
         if not all(found) or (symbolic(self.node) and found != list(self.traced())):
             raise self.mixing()
         results = self.emit(target, *packed(target, named))
@@ -222,6 +217,11 @@ class SelectedOp:
         if row_of(self.selections.builder.ops[-1]).kind in (OpKind.RESHAPE, OpKind.SAME):
             self.selections.follow(next(refs(tuple(named.values()))), results[0])
         return tuple(map(self.ones, results)) if shared else results  # type: ignore[arg-type]
+
+    def single(self, named: Named) -> bool:
+        """Whether operands have rows of a selection of one place, which no operator can mix with others."""
+        held = [self.selections.held.get(ref.name, {}) for ref in refs(tuple(named.values()))]
+        return any(selection.rows == 1 for rows in held for selection in rows.values())
 
     def summed(self, target: str, named: Named) -> Ref:
         """An operator that adds up what it makes of every row, linear in one operand with rows: zeros add nothing.

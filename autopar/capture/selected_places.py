@@ -11,7 +11,7 @@ The rows of such a selection are the places of its mask with the longest dim fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,15 @@ class SelectedPlaces:
             self.selections.places[line.name] = (selection, dim)
             found.append(line)
         return tuple(found)
+
+    def parts(self, named: Mapping[str, Argument]) -> tuple[Argument, ...]:
+        """An index of a tensor, one for each of its first dims, of an operator that takes several, or one and its dim."""
+        if isinstance(parts := named.get("indices"), tuple):
+            return parts
+        x, dim = named["self"], named["dim"]
+        assert isinstance(x, Ref)
+        assert isinstance(dim, int)
+        return (*(None,) * (dim % len(self.shape(x))), named["index"])
 
     def index(self, x: Ref, parts: Sequence[Argument]) -> Places | None:
         """An index of a tensor as one by places of a selection; None for any other."""

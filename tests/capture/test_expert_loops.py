@@ -18,7 +18,7 @@ from autopar.passes.precision import mixed
 from autopar.plan.options import Options
 from autopar.verify.verification import verify
 from tests.capture import interpreter
-from tests.capture.expert_models import EXPERTS, PICKED, PUBLISHED, WIDTH
+from tests.capture.expert_models import EXPERTS, PICKED, PUBLISHED, WIDTH, MakeMoE, Mistral, Stacked
 from tests.support import table
 from tests.support.threads import Threads
 
@@ -228,6 +228,12 @@ def test_an_expert_computes_with_the_tokens_that_chose_it_alone(made: Callable[[
 def test_a_loop_of_published_code_is_captured(made: type[nn.Module]) -> None:
     for sample, others in ((TOKENS, ALIKE), (ALIKE, TOKENS)):
         interpreter.check(made(), sample.contiguous(), at=(others.contiguous(),))
+
+
+@pytest.mark.parametrize("made", [MakeMoE, Mistral, Stacked])
+def test_one_token_is_no_special_case(made: type[nn.Module]) -> None:
+    for x in TOKENS[0, :3].unbind():
+        interpreter.check(made(), TOKENS[:1, :1], at=(x[None, None],))
 
 
 @pytest.mark.one_in(4)
