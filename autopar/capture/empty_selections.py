@@ -178,8 +178,9 @@ class EmptySelections:
         return self.hits.get(node) if node is not None else None
 
     def answer(self, tensor: object, asker: FrameType) -> bool | None:
-        """What `bool(tensor)` says, if it asks whether anything is selected; None for any other question."""
-        node = node_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        """What `bool(tensor)` says, if it asks whether anything is selected; None for any other question, or one of torch's."""
+        asks = isinstance(tensor, torch.Tensor) and source_location.foreign(asker.f_code.co_filename)
+        node = node_of(tensor) if asks and isinstance(tensor, torch.Tensor) else None
         question = implications.question(node) if node is not None else None
         return None if question is None else self.said(question, source_location.of_frame(asker))
 

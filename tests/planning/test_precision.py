@@ -335,5 +335,5 @@ def test_the_command_line_takes_a_precision(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "bf16-mixed" in said
     assert "bfloat16" in said
-    assert command.main([*target, "--precision", "fp8"]) == 1
+    assert command.main([*target, "--precision", "fp8"]) == 2
     assert "precision='fp8' is unknown" in capsys.readouterr().err
