@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture.drawn_numbers import drawn_from
 from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -39,12 +40,11 @@ class Generators:
         now = _generators()
         name = next((name for name, state in self._before.items() if now[name] != state), "")
         if name == _SEEDED:
-            what, fix = f"forward calls {name}, which a graph does not", "seed outside of forward"
-        else:
-            what = f"forward draws from {name}: the graph would have the same numbers in every step"
-            fix = "draw with torch, or outside of forward, and give the numbers as a tensor"
+            raise CaptureError(
+                f"forward calls {name}, which a graph does not", at=f"{at}, or before", fix="seed outside of forward"
+            )
         if name:
-            raise CaptureError(what, at=f"{at}, or before", fix=fix)
+            raise drawn_from(name, f"{at}, or before")
 
     def restore(self) -> None:
         """Give torch's the seed and state that it had."""

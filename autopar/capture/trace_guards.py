@@ -8,8 +8,9 @@ An `autograd.Function` is traced through its forward only, a tensor hook leaves 
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
 only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, `torch.is_grad_enabled`, the `apply`
-of functions, and the transforms of `torch.func` (`autopar.capture.function_transforms`): these are replaced meanwhile, as is
-how torch finds the line that made a node, and other threads do not notice.
+of functions, the transforms of `torch.func` (`autopar.capture.function_transforms`), and what draws a number of Python
+(`autopar.capture.drawn_numbers`): these are replaced meanwhile, as is how torch finds the line that made a node, and other
+threads do not notice.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from autopar.capture import (
 )
 from autopar.capture.assumptions import Answers
 from autopar.capture.carried_tensors import CarriedTensors
+from autopar.capture.drawn_numbers import drawing
 from autopar.capture.empty_selections import Answered, EmptySelections
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
@@ -102,6 +104,7 @@ def watched(
         (torch, "from_numpy", _from_array(torch.from_numpy)),
         (fx.proxy, "CapturedTraceback", source_location.Forwards(CapturedTraceback)),
         *Transforms().replaced(),
+        *drawing(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
         (torch, "is_grad_enabled", _asking(torch.is_grad_enabled)),
