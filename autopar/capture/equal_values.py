@@ -6,11 +6,13 @@ b = ne(labels, -100)      a and b have one number
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from autopar.ir.builder import Builder
 from autopar.ir.layout import Shape
-from autopar.ir.program import Argument, Op, Ref, Static, aten, overload, substitute
+from autopar.ir.program import Argument, Op, Ref, Static, Value, aten, overload, substitute
 from autopar.operators import row_of, writes
 from autopar.operators.facts import OpKind
 
@@ -22,7 +24,7 @@ def broadcasts(builder: Builder, mask: Ref, flat: Ref, shape: Shape) -> bool:
         return False
     root, no = _root(builder, mask)
     leading = values[root.name].shape
-    rows = (_root(builder, flat), _root(builder, _whole(_made(builder), flat)))
+    rows = (_root(builder, flat), _root(builder, whole(_made(builder), flat)))
     return shape[: len(leading)] == leading and any(
         values[row.name].shape == leading and no == not_row and _alike(builder, root, row) for row, not_row in rows
     )
@@ -49,7 +51,7 @@ def _root(builder: Builder, mask: Ref) -> tuple[Ref, bool]:
 def reshaped(builder: Builder, one: Ref, other: Ref) -> bool:
     """Whether two values of one shape are the same value, in whatever shapes it was meanwhile."""
     made, values = _made(builder), builder.values
-    return one == other or (values[one.name].shape == values[other.name].shape and _whole(made, one) == _whole(made, other))
+    return one == other or (values[one.name].shape == values[other.name].shape and whole(made, one) == whole(made, other))
 
 
 def counts(builder: Builder, lengths: Ref, flat: Ref, batch: int) -> bool:
@@ -60,7 +62,7 @@ def counts(builder: Builder, lengths: Ref, flat: Ref, batch: int) -> bool:
     mask, (dims, *rest) = op.operands[0], op.args[1:]
     shape = values[mask].shape
     alone = len(shape) == 2 and shape[0] == batch and dims in ((-1,), (1,)) and not any(rest)
-    row, opposite = _root(builder, _whole(_made(builder), flat))
+    row, opposite = _root(builder, whole(_made(builder), flat))
     return alone and not opposite and values[row.name].shape == shape and _alike(builder, Ref(mask), row)
 
 
@@ -69,11 +71,11 @@ def _alike(builder: Builder, one: Ref, other: Ref) -> bool:
     return numbers[one.name] == numbers[other.name]
 
 
-def _whole(made: dict[str, Op], flat: Ref) -> Ref:
+def whole(made: Mapping[str, Op], value: Ref) -> Ref:
     """What a value was before its shape was changed."""
-    while (op := made.get(flat.name)) is not None and row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME):
-        flat = Ref(op.operands[0])
-    return flat
+    while (op := made.get(value.name)) is not None and row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME):
+        value = Ref(op.operands[0])
+    return value
 
 
 def _made(builder: Builder) -> dict[str, Op]:
@@ -82,18 +84,36 @@ def _made(builder: Builder) -> dict[str, Op]:
 
 def _numbers(builder: Builder) -> dict[str, int]:
     """A number for each value, the same for values that are computed alike."""
-    known: dict[str, int] = {}
-    found = {name: known.setdefault(name, len(known)) for name in builder.values}
+    made = _made(builder)
+    return numbered([name for name in builder.values if name not in made], builder.ops, builder.values, {})
+
+
+def numbered(given: Iterable[str], ops: Iterable[Op], values: Mapping[str, Value], known: dict[str, int]) -> dict[str, int]:
+    """A number for each given value and each result of ops, equal where these compute the same of the same.
+
+    What draws random numbers, or writes, has one of its own, by its place among those that do. `known` are the numbers of texts
+    that say how values are computed, also those of other programs.
+    """
+    found = {name: known.setdefault(f"given {name}", len(known)) for name in given}
+    alone, roots = 0, dict[str, str]()
 
     def number(leaf: Ref | Static) -> Argument:
         return Ref(str(found[leaf.name])) if isinstance(leaf, Ref) else leaf
 
-    for op in builder.ops:
-        drawn = torch.Tag.nondeterministic_seeded in overload(op.target).tags or bool(writes(op))
+    for op in ops:
         formula = f"{op.target} {substitute(op.args, number)} {[(name, substitute(one, number)) for name, one in op.kwargs]}"
+        if torch.Tag.nondeterministic_seeded in overload(op.target).tags or writes(op):
+            formula, alone = f"{formula} alone {alone}", alone + 1
+        if row_of(op).kind is OpKind.RESHAPE:  # there and back is nothing
+            (before,), (result,) = op.operands[:1], op.results
+            roots[result.name] = root = roots.get(before, before)
+            if result.shape == values[root].shape:
+                found[result.name] = found[root]
+                continue
+            formula = f"reshaped {found[root]} {result.shape}"
         for place, result in enumerate(op.results):
-            found[result.name] = known.setdefault(result.name if drawn else f"{formula} {place}", len(known))
+            found[result.name] = known.setdefault(f"{formula} {place}", len(known))
     return found
 
 
-__all__ = ["broadcasts", "counts", "reshaped"]
+__all__ = ["broadcasts", "counts", "numbered", "reshaped", "whole"]

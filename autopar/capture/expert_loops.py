@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.capture.equal_values import whole
 from autopar.capture.selected_places import Exit
 from autopar.capture.selection import Selections
 from autopar.ir.program import Argument, Op, Program, Ref, aten
@@ -33,23 +34,16 @@ class Expert:
 
 def loops(program: Program, selections: Selections) -> Iterator[list[Expert]]:
     """The exits of rows that follow each other, one for every expert that tokens can choose."""
-    chain: list[Expert] = []
+    chain, made = list[Expert](), program.producer
     for one in selections.exits:
         expert = _expert(program, one)
-        if not chain or expert is None or _whole(program, one.into) != _whole(program, chain[-1].exit.result):
+        if not chain or expert is None or whole(made, one.into) != whole(made, chain[-1].exit.result):
             chain = []
         chain += [expert] if expert is not None else []
         count = _classes(program, chain[0].chosen) if chain else None
         if count == len(chain) and {expert.number for expert in chain} == set(range(len(chain))):
             yield chain
             chain = []
-
-
-def _whole(program: Program, value: Ref) -> Ref:
-    """What a value was before its shape was changed."""
-    while (op := program.producer.get(value.name)) and row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME):
-        value = Ref(op.operands[0])
-    return value
 
 
 def _expert(program: Program, one: Exit) -> Expert | None:

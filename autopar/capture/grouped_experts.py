@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.capture.equal_programs import live, numbered
+from autopar.capture.equal_programs import live, numbers
 from autopar.capture.expert_loops import Expert, loops
 from autopar.capture.selected_places import Exit, Places
 from autopar.capture.selection import Selections
@@ -59,7 +59,7 @@ class _Grouping(Rewriter):
     def __init__(self, old: Program, selections: Selections) -> None:
         super().__init__(old)
         self.selections, self.changed = selections, False
-        self.numbers = numbered(old, old.ops, {})
+        self.numbers = numbers(old, old.ops, {})
 
     def group(self, op: Op, loop: list[Expert]) -> None:
         """The result of a loop, whose last op this is, by groups; as it was, if its experts differ."""
@@ -173,12 +173,8 @@ class _Group:
                 raise Different
             of_all = self.one("aten.index.Tensor", self.new(Ref(ops[0].operands[0])), (self.token,))
             return self.one("aten.squeeze.dim", self.own_column(of_all), 1)
-        if any(
-            (op.target, op.args[1:]) not in (("aten.sum.dim_IntList", ((-1,),)), ("aten.sum.dim_IntList", ((1,),)))
-            for op in ops
-        ):
-            raise Different
-        if not self.longer:  # a token may have chosen the expert twice
+        sums = all(op.target == "aten.sum.dim_IntList" and op.args[1:] in (((-1,),), ((1,),)) for op in ops)
+        if not sums or not self.longer:  # where there are no more rows than tokens, these may choose an expert twice
             raise Different
         products = [self.rewriter.old.producer.get(op.operands[0]) for op in ops]
         pairs = [op.args for op in products if op is not None and op.target == "aten.mul.Tensor" and not op.kwargs]
