@@ -25,14 +25,17 @@ def signature(op: Op, values: Mapping[str, Value]) -> str:
 
 def deciding_arguments(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
     """The arguments of an op, positional and by name, in which "*" stands for every number that decides neither layouts nor
-    prices: of an argument in `Rule.indifferent`, or a rate of dropout other than 0."""
+    prices: of an argument in `Rule.indifferent`, but for a 0 that is added, as only x + 0 is linear in x; or a rate of dropout
+    other than 0."""
     row = row_of(op)
     if not row.indifferent and not row.rate:
         return op.args, op.kwargs
 
     def starred(name: str, value: Argument) -> Argument:
-        number = isinstance(value, int | float)
-        return "*" if number and (name in row.indifferent or (name == row.rate and value)) else value
+        if not isinstance(value, int | float):
+            return value
+        added = any(name in group for group in row.linear)
+        return "*" if (name in row.indifferent and (value or not added)) or (name == row.rate and value) else value
 
     return (), tuple((name, starred(name, value)) for name, value in bound(op).items())
 
