@@ -34,9 +34,8 @@ def reduced_in_place(
     named = [name for name in made if any(ALL_REDUCE in step.primitives for step in chosen.routes[name])]
     if not named:
         return frozenset()
-    kept = weights(program) | {name for name, _ in chosen.recompute.offload}
     owners = _Owners(program, chosen, fits)
-    return frozenset((name, step) for name in named if name not in kept for step in owners.reduced(name))
+    return frozenset((name, step) for name in named if name not in owners.kept for step in owners.reduced(name))
 
 
 class _Owners:
@@ -44,6 +43,7 @@ class _Owners:
 
     def __init__(self, program: Program, chosen: Assignment, fits: Mapping[str, OpSharding | None]) -> None:
         self.program, self.chosen, self.fits = program, chosen, fits
+        self.kept = weights(program) | {name for name, _ in chosen.recompute.offload}
         self.readers: dict[Node, list[tuple[Op, int]]] = defaultdict(list)
         for op in program.ops:
             for position, node in enumerate(zip(op.operands, chosen.ops[op.name].operands, strict=True)):
@@ -70,8 +70,10 @@ class _Owners:
     def _is_new(self, name: str) -> bool:
         """Whether a value, as it is produced, is a product, or a view of one that nothing else reads."""
         op = self.program.producer.get(name)
-        if op is None or not self._is_view(op):
-            return op is not None and bool(self._multiplied(op))
+        if op is None or name in self.kept:
+            return False
+        if not self._is_view(op):
+            return bool(self._multiplied(op))
         below = op.operands[0], self.chosen.ops[op.name].operands[0]
         alone = len(self.readers[below]) == 1 and below not in self.ends and not self.begun[below]
         return alone and below[1] == self.chosen.produced(below[0], self.program) and self._is_new(below[0])

@@ -83,15 +83,17 @@ def test_what_is_reduced_in_place_is_what_nothing_else_knows(case: str) -> None:
     assert {name for name, _ in found} == expected
 
 
-def test_what_runs_again_or_lies_on_the_host_is_not_reduced_in_place() -> None:
-    form, constraints, expected = CASES["product"]
+@pytest.mark.parametrize("case", ["product", "view"])
+def test_what_runs_again_or_lies_on_the_host_is_not_reduced_in_place(case: str) -> None:
+    form, constraints, expected = CASES[case]
     model, x = Layers(form), torch.randn(4, 8)
     plan = autopar.plan(model, (x,), (2,), device="h100", constraints=constraints, recompute="none")
     resolved = read_plan(plan, read_program(model, (x,)).program, connected_mesh(plan.mesh, Options(device="h100")))
     (name,) = expected
-    (step,), layout = resolved.assignment.routes[name], resolved.assignment.produced(name, resolved.program)
-    choices = RecomputeChoice(ops=frozenset([name])), RecomputeChoice(steps=frozenset([(name, step)]))
-    for recompute in (*choices, RecomputeChoice(offload=frozenset([(name, layout)]))):
+    (step,), product = resolved.assignment.routes[name], "first:linear#0"  # whose memory a view has too
+    layout = resolved.assignment.produced(product, resolved.program)
+    choices = RecomputeChoice(ops=frozenset([product])), RecomputeChoice(steps=frozenset([(name, step)]))
+    for recompute in (*choices, RecomputeChoice(offload=frozenset([(product, layout)]))):
         chosen = replace(resolved.assignment, recompute=recompute)
         assert not reduced_in_place(resolved.program, chosen, resolved.analysis.fits)
 
