@@ -12,6 +12,8 @@ empty_selections  questions whether a mask selects anything, which are answered 
 implications whether what is selected below such a question is nothing where it says so
 equal_programs  whether two programs compute the same
 trace        torch.export, guarded against what it would drop silently
+registered_tensors  parameters and buffers that are reached otherwise than by the modules that hold them
+cpu_tensors  tensors that forward makes on the CPU, by numbers or by operators
 repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program
 emission     an operator of the graph, as the region has it in which it stands
@@ -110,7 +112,7 @@ def capture(
 
     once = kept(copied.module, traced.changes, again)
     if traced.made:
-        _refuse_carried(traced.made, lambda: trace(copied.module, cast, assumptions, values))
+        _refuse_carried(traced.made, lambda: trace(copied.module, cast, assumptions, values).read)
     decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
     return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)
 
@@ -128,16 +130,25 @@ def _refuse_branches(model: str, answered: Answered, left_out: Callable[[Nothing
     raise branching(model, answered.asked[0])
 
 
-def _refuse_carried(made: Mapping[str, HeldTensor], again: Callable[[], object]) -> None:
-    """Raise CaptureError if a second call would read a tensor that the first one made, and replace it."""
+def _refuse_carried(made: Mapping[str, HeldTensor], again: Callable[[], frozenset[str]]) -> None:
+    """Raise CaptureError if a second call would read a tensor that the first one made, and replace it, or have made another.
+
+    `again` makes that call, and has the names of the tensors that it computes with.
+    """
     for held in made.values():
         held.put(torch.empty(held.tensor.shape, dtype=held.tensor.dtype, device="meta"))
     try:
-        again()
+        read = again()
     except CarriedTensorError:
         raise
     except CaptureError:
-        pass  # the first call was captured
+        return  # the first call was captured
+    if name := next((name for name in sorted(read) if name in made and made[name].varies), ""):
+        raise CarriedTensorError(
+            f"forward keeps {name} as its first call computed it, from its arguments, parameters or random numbers; the graph "
+            "would compute it in every step",
+            fix="compute it before the capture, into a buffer",
+        )
 
 
 def _refuse_training(model: nn.Module, call: ModelCall) -> None:

@@ -2,6 +2,8 @@
 
     self.mean = 0.9 * self.mean + 0.1 * x.mean(0)       reads what it replaces: every call of a graph would have the first mean
     self.before = x                                     read by the next call, where it was None: seen in a second one
+    if self.mean is None: self.mean = x.mean(0)         read by all others, of the first x: seen in a second one
+    if self.table is None: self.table = torch.arange(9) the same in every call
     self.scale = self.scale.to(x.device)                the same tensor
     self.aux_loss = loss                                only written
 
@@ -10,13 +12,15 @@ Buffers are none of these: a graph writes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture.held_tensors import HeldTensor, held_tensors
+from autopar.capture.known_values import computed_from
 from autopar.errors import CaptureError
 
 _COPYING = frozenset({
@@ -33,9 +37,9 @@ class CarriedTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._before = model, held_tensors(model)
+        self.read: set[str] = set()  # the names of those that forward computes with
         self._names = {id(held.tensor): name for name, held in self._before.items()}
         self._copies: dict[int, torch.Tensor] = {}  # by id, kept alive
-        self._read: set[str] = set()
 
     def notice(self, function: object, args: tuple[object, ...], result: object) -> None:
         """Take note of a function that is called; one that gives no tensor asks for sizes and the like."""
@@ -48,21 +52,23 @@ class CarriedTensors:
             self._copies[id(result)] = result
             self._names.setdefault(id(result), *named)
         elif _writes(function) or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-            self._read |= named
+            self.read |= named
 
-    def made(self) -> Mapping[str, HeldTensor]:
-        """The tensors in places where there was none, when forward has ended.
+    def made(self, given: Iterable[object]) -> Mapping[str, HeldTensor]:
+        """The tensors in places where there was none, when forward has ended; `given` are its arguments.
 
         Raises CaptureError for a tensor that it has read, and replaced by what the next call is to read.
         """
         now = held_tensors(self.model)
-        replaced = (name for name in sorted(self._read) if name in now and self._names.get(id(now[name].tensor)) != name)
+        replaced = (name for name in sorted(self.read) if name in now and self._names.get(id(now[name].tensor)) != name)
         if name := next(replaced, ""):
             raise CarriedTensorError(
                 f"forward reads {name} and sets it, which the graph would have as it was in the first step",
                 fix="register it as a buffer: register_buffer(name, tensor, persistent=False), of its shape from the beginning",
             )
-        return {name: held for name, held in now.items() if name not in self._before}
+        new = {name: held for name, held in now.items() if name not in self._before}
+        varying = [leaf for leaf in (*given, *self.model.parameters()) if isinstance(leaf, torch.Tensor)] if new else []
+        return {name: replace(held, varies=computed_from(held.tensor, varying)) for name, held in new.items()}
 
 
 def _writes(function: object) -> bool:

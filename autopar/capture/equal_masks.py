@@ -79,6 +79,14 @@ def slot_of(tensor: torch.Tensor) -> proxy_tensor._ProxyTensor | None:
     return proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
 
 
+def constant_of(node: fx.Node) -> torch.Tensor | None:
+    """The tensor that a node of the traced graph stands for, if that is a constant."""
+    mode = proxy_tensor.get_proxy_mode()
+    root = getattr(mode.tracer, "root", None) if mode is not None and node.op == "get_attr" else None
+    found = getattr(root, str(node.target), None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def _writes_after(node: fx.Node) -> Iterator[bool]:
     """Whether nodes that were traced later write in place, for each."""
     for one in reversed(node.graph.nodes):

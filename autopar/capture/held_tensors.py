@@ -22,10 +22,14 @@ Replace = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor that a module holds as plain Python value: in an attribute, or in a container or object there."""
+    """A tensor that a module holds as plain Python value: in an attribute, or in a container or object there.
+
+    `varies` says of one that forward made that it would be another one in another call.
+    """
 
     tensor: torch.Tensor
     put: Replace  # another one in its place
+    varies: bool = False
 
 
 def held_tensors(model: nn.Module) -> Mapping[str, HeldTensor]:
@@ -36,7 +40,7 @@ def held_tensors(model: nn.Module) -> Mapping[str, HeldTensor]:
         for path, module in model.named_modules()
         for attribute, value in vars(module).items()
         if attribute not in OF_TORCH
-        for name, tensor, put in _tensors(value, f"{path}.{attribute}".strip("."), partial(setattr, module, attribute))
+        for name, tensor, put in _tensors(value, f"{path}.{attribute}".strip("."), partial(vars(module).__setitem__, attribute))
         if tensor is value or id(tensor) not in registered
     }
 
@@ -45,7 +49,7 @@ def _putting(module: nn.Module, attribute: str, value: object, put: Replace) -> 
     """Put a tensor into the attribute of a module, or into the value there, which torch.export may have replaced by a copy."""
 
     def placed(tensor: torch.Tensor) -> None:
-        setattr(module, attribute, value)
+        vars(module)[attribute] = value
         put(tensor)
 
     return placed

@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeGuard, TypeVar
 
@@ -167,6 +167,13 @@ def untraced(ask: Callable[[], _T]) -> _T | None:
     return found[0] if found else None
 
 
+def computed_from(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether a traced tensor is computed from the values of one of others, or from random numbers."""
+    node = node_of(tensor)
+    sources = _sources(node) if node is not None else set()
+    return not sources.isdisjoint(map(node_of, others)) or any(map(_drawn, sources))
+
+
 def _sources(node: fx.Node) -> set[fx.Node]:
     """The nodes that a value is computed from, and itself."""
     found: set[fx.Node] = set()
@@ -175,7 +182,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
         one = waiting.pop()
         if one not in found:
             found.add(one)
-            waiting += [] if _shaped(one) else one.all_input_nodes
+            waiting += [] if _shaped(one) else one.all_input_nodes[: 1 if _as_other(one) else None]
     return found
 
 
@@ -184,9 +191,17 @@ def _knowable(node: fx.Node) -> bool:
     target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
     if node.op != "call_function" or not all(isinstance(size, int) for size in shape) or math.prod(shape) > LIMIT:
         return False
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
-    return torch.Tag.nondeterministic_seeded not in target.tags
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and not _drawn(node))
+
+
+def _drawn(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _as_other(node: fx.Node) -> bool:
+    """Whether an operator looks at nothing but the shape, the dtype and the device of its second tensor."""
+    return re.search(r"type_as|(expand|view|reshape)_as|\bto\.other", str(node.target)) is not None
 
 
 def _shaped(node: fx.Node) -> bool:

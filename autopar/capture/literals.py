@@ -47,6 +47,19 @@ def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return tensor
 
 
+def new_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`x.new_tensor` and `x.new` of numbers as a literal tensor of the dtype of x, and of anything else as they are."""
+
+    def new(x: torch.Tensor, *data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
+        numbers = rest.get("data", data[0] if len(data) == 1 else None)
+        of_a_size = original is torch.Tensor.new and not isinstance(numbers, (list, np.ndarray))
+        if not of_a_size and (_mixed(numbers) or _numbers(numbers) is not None):
+            return literal(torch.tensor)(numbers, dtype=dtype or x.dtype)
+        return original(x, *data, **({"dtype": dtype} if dtype else {}), **rest)
+
+    return new
+
+
 def _mixed(data: object) -> TypeGuard[list[torch.Tensor | float]]:
     """Whether data is a flat list of numbers, some of which are tensors."""
     if not isinstance(data, (list, tuple)) or not any(isinstance(one, torch.Tensor) for one in data):
@@ -109,4 +122,4 @@ def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
 
 
-__all__ = ["as_literal", "literal", "with_literals"]
+__all__ = ["as_literal", "literal", "new_literal", "with_literals"]

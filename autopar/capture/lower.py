@@ -66,9 +66,9 @@ def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall, builder: Builder
         if name is None:
             at = next((nodes.source(user) for user in place.users), "")
             raise CaptureError(
-                "forward uses a tensor that the graph cannot contain: one made of numbers there, or a parameter in a list",
+                "forward uses a tensor that the graph cannot contain: one made of numbers there, or kept from elsewhere",
                 at=at,
-                fix="register it as a buffer, so that it can be placed on the devices; use a parameter where it is registered",
+                fix="register it as a buffer, so that it can be placed on the devices",
             )
         trained = spec.kind is InputKind.PARAMETER and builder.values[name].requires_grad
         owner = "the parameter " if trained else buffers.OWNER

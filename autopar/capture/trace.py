@@ -71,13 +71,15 @@ _SAID = {  # what torch says: what it means, and the way out
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, the tensors it
-    put there, the buffers whose values decided something, each with a line, and what was asked about selections.
+    put there, the names of those that it computed with, the buffers whose values decided something, each with a line, and what
+    was asked about selections.
     """
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
     changes: Changes
     made: Mapping[str, HeldTensor]
+    read: frozenset[str]
     decided: Mapping[str, str]
     answered: Answered
 
@@ -146,7 +148,13 @@ def _traced(
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
     left = made[0]
     return Traced(
-        exported=exported, returned=returned, changes=left.changes, made=left.made, decided=left.decided, answered=left.answered
+        exported=exported,
+        returned=returned,
+        changes=left.changes,
+        made=left.made,
+        read=left.read,
+        decided=left.decided,
+        answered=left.answered,
     )
 
 

@@ -7,8 +7,8 @@ An `autograd.Function` is traced through its forward only, a tensor hook leaves 
 `autopar.capture.assertions`. Bags of embeddings are spelt out: `autopar.capture.embedding_bag`.
 
 All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
-only, `torch.from_numpy`, `torch.autocast`, `torch.amp.autocast`, two questions about that, `torch.is_grad_enabled`, the `apply`
-of functions, the transforms of `torch.func` (`autopar.capture.function_transforms`), and what draws a number of Python
+only, `torch.from_numpy`, `torch.autocast` when it is made, two questions about that, `torch.is_grad_enabled`, the `apply` of
+functions, the transforms of `torch.func` (`autopar.capture.function_transforms`), and what draws a number of Python
 (`autopar.capture.drawn_numbers`): these are replaced meanwhile, as is how torch finds the line that made a node, and other
 threads do not notice.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import threading
 import warnings
@@ -31,6 +32,7 @@ from torch import fx, nn
 from torch.autograd import grad_mode
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._traceback import CapturedTraceback
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -46,14 +48,16 @@ from autopar.capture import (
 )
 from autopar.capture.assumptions import Answers
 from autopar.capture.carried_tensors import CarriedTensors
+from autopar.capture.cpu_tensors import CpuTensors, type_of_the_cpu
 from autopar.capture.drawn_numbers import drawing
 from autopar.capture.empty_selections import Answered, EmptySelections
 from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import ASKING, READING, KnownValues
-from autopar.capture.literals import as_literal, literal, with_literals
+from autopar.capture.literals import as_literal, literal, new_literal, with_literals
 from autopar.capture.python_state import Changes, Generators, attributes, changes
+from autopar.capture.registered_tensors import RegisteredTensors, StandIns, standing_in
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
 
@@ -62,11 +66,13 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What a call changed in the attributes of the module, the tensors that it put where there was none, the buffers whose
-    values it read, each with a line that did, and what it asked about selections."""
+    """What a call changed in the attributes of the module, the tensors that it put where there was none, the names of those
+    that it computed with, the buffers whose values it read, each with a line that did, and what it asked about selections.
+    """
 
     changes: Changes
     made: Mapping[str, HeldTensor]
+    read: frozenset[str]
     decided: Mapping[str, str]
     answered: Answered
 
@@ -81,7 +87,7 @@ def watched(
     """
     made: list[Traces] = []
     call: Callable[..., object] = module._call_impl
-    generators = Generators()
+    generators, registered = Generators(), RegisteredTensors(module)
 
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
@@ -89,20 +95,21 @@ def watched(
         held = {name: one.tensor for name, one in held_tensors(module).items()}
         known = KnownValues(dict(module.named_buffers()) | held, values)
         carried = CarriedTensors(module)
-        guards = Guards(generators, answers, known, carried, rows)
+        guards = Guards(generators, answers, known, carried, rows, registered.stand_ins())
         with guards, custom_functions.intercepted(guards.applied):
             result = call(*args, **kwargs)
         guards.repairs.refuse()
-        made.append(Traces(changes(module, before), carried.made(), known.decided, rows.answered()))
+        new = carried.made(pytree.tree_leaves((args, kwargs)))
+        made.append(Traces(changes(module, before), new, frozenset(carried.read), known.decided, rows.answered()))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
     module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
-    unseen: list[tuple[ModuleType, str, Any]] = [
-        (torch, "autocast", _Autocast),
-        (torch.amp, "autocast", _Autocast),
+    unseen: list[tuple[ModuleType | type, str, Any]] = [
+        (torch.autocast, "__init__", _casting_as_the_cpu(torch.autocast.__init__)),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
         (fx.proxy, "CapturedTraceback", source_location.Forwards(CapturedTraceback)),
+        *((nn.Module, name, _registering(vars(nn.Module)[name])) for name in ("register_buffer", "__setattr__")),
         *Transforms().replaced(),
         *drawing(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
@@ -111,12 +118,12 @@ def watched(
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in unseen]
     for owner, name, function in unseen:
-        vars(owner)[name] = function
+        setattr(owner, name, function)
     try:
         yield made
     finally:
         for owner, name, function in before:
-            vars(owner)[name] = function
+            setattr(owner, name, function)
         del module._compiled_call_impl
         generators.restore()
 
@@ -125,10 +132,17 @@ class Guards(TorchFunctionMode):
     """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
 
     def __init__(
-        self, generators: Generators, answers: Answers, known: KnownValues, carried: CarriedTensors, rows: EmptySelections
+        self,
+        generators: Generators,
+        answers: Answers,
+        known: KnownValues,
+        carried: CarriedTensors,
+        rows: EmptySelections,
+        stand_ins: StandIns,
     ) -> None:
         super().__init__()
         self.generators, self.answers, self.known, self.carried, self.rows = generators, answers, known, carried, rows
+        self.stand_ins, self.of_the_cpu = stand_ins, CpuTensors()
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
         self.functions: dict[str, Callable[..., object]] = {}  # what is called in the place of those that are applied
@@ -141,12 +155,13 @@ class Guards(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
         frame = source_location.caller(func, asker)
+        args, kwargs = self.of_the_cpu.moved(*standing_in(self.stand_ins, args, kwargs or {}))
 
         def call(function: Callable[..., object], of: tuple[object, ...], given: dict[str, object]) -> object:
             return self.call(function, types, of, given, asker)
 
-        result = self.repairs.result(lambda: self.rows.result(func, args, kwargs or {}, call, asker), frame)
-        self.carried.notice(func, (*args, *(kwargs or {}).values()), result)
+        result = self.repairs.result(lambda: self.rows.result(func, args, kwargs, call, asker), frame)
+        self.carried.notice(func, (*args, *kwargs.values()), result)
         return result
 
     def call(
@@ -259,11 +274,31 @@ def _of_checkpoint(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code is CheckpointFunction.forward.__code__
 
 
-class _Autocast(torch.autocast):
-    """`torch.autocast("meta")`, as `torch.autocast(x.device.type)` becomes while tracing, records the casts of the CPU."""
+def _casting_as_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    """What makes a `torch.autocast`: of "meta", as `torch.autocast(x.device.type)` becomes while tracing, that of the CPU."""
 
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+    @functools.wraps(original)
+    def made(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    return made
+
+
+def _registering(original: Callable[..., None]) -> Callable[..., None]:
+    """What registers a buffer, or assigns to it: one that there was not, or was None, is an attribute while forward runs, as
+    torch.export would write it into another tensor."""
+    tracing, registers = threading.get_ident(), original is nn.Module.register_buffer
+
+    @functools.wraps(original)
+    def put(self: nn.Module, name: str, value: object, *rest: Any, **named: Any) -> None:
+        place = registers or name in vars(self).get("_buffers", {})
+        if not place or self._buffers.get(name) is not None or threading.get_ident() != tracing:
+            return original(self, name, value, *rest, **named)
+        warnings.filterwarnings("ignore", message=rf"The tensor attributes? self\.\S*{re.escape(name)}")  # until it is traced
+        vars(self)[name] = value
+        return None
+
+    return put
 
 
 def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Callable[[np.ndarray[Any, Any]], torch.Tensor]:
@@ -334,6 +369,9 @@ _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] 
     torch.tensor: literal,
     torch.as_tensor: as_literal,
     torch.asarray: as_literal,
+    torch.Tensor.new_tensor: new_literal,
+    torch.Tensor.new: new_literal,
+    torch.Tensor.type: type_of_the_cpu,
     torch.Tensor.__getitem__: with_literals,
     torch.Tensor.__setitem__: with_literals,
 }

@@ -43,7 +43,7 @@ def module_results(
     result |= {("gradient", name): gradient for name, gradient in found.items()}
     now = dict(model.named_buffers()) | {name: buffer for name, buffer in buffers.items() if name in parameters}
     for name, buffer in now.items():
-        if name in written or not torch.equal(buffer, before[name]):
+        if name in before and (name in written or not torch.equal(buffer, before[name])):  # forward may register others
             result["buffer", name] = buffer.detach().clone()
     with torch.no_grad():
         for name, buffer in buffers.items():

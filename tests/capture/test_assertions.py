@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import autocast, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -76,6 +76,11 @@ def asked_for_autocast(x: torch.Tensor) -> torch.Tensor:
         return x if torch.is_autocast_enabled(x.device.type) else x.to(lower).to(x.dtype)
 
 
+def cast_by_an_imported_class(x: torch.Tensor) -> torch.Tensor:
+    with autocast(x.device.type, enabled=False):
+        return 2 * x
+
+
 def looked_at(x: torch.Tensor) -> torch.Tensor:
     torch._check(x[x > 0].numel() == x.numel())
     return x
@@ -97,6 +102,7 @@ CHECKS = (
     refused_for_an_item,
     asserted_for_an_item,
     asked_for_autocast,
+    cast_by_an_imported_class,
     checked_by_the_library,
     looked_at,
     encoded,

@@ -110,7 +110,17 @@ def test_a_trained_tensor_that_no_module_registers_is_refused() -> None:
         capture(model, X)
 
 
-def test_a_parameter_that_is_reached_by_a_dict_is_refused() -> None:
-    """torch.export detaches it."""
-    with pytest.raises(CaptureError, match="forward uses a tensor that the graph cannot contain"):
-        capture(Holds(lambda self, h: h @ self.table["weight"]), X)
+REACHED: dict[str, Callable[[Holds, torch.Tensor], torch.Tensor]] = {
+    "in a dict": lambda self, h: h @ self.table["weight"],
+    "in a list that is an operand": lambda self, h: h * torch.stack([*self.again, self.lin.bias])[0] @ self.table["weight"].T,
+    "beside its own name": lambda self, h: h @ self.table["weight"] + self.lin.weight.sum(),
+    "written in place": lambda self, h: h * self.again[0].mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("case", REACHED)
+def test_what_is_registered_is_the_same_wherever_it_is_reached(case: str) -> None:
+    """torch.export takes what a container holds for a constant, and a parameter there has no gradient."""
+    program = capture(model := Holds(REACHED[case]), X).program
+    assert {held.value.name for held in (*program.parameters, *program.buffers) if held.used} >= {"lin.weight", "lin.bias"}
+    assert autopar.verify(model, X, mesh=2, strategy="fsdp").ok

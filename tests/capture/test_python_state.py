@@ -28,6 +28,8 @@ class Does(nn.Module):
         self.masks: dict[str, torch.Tensor] = {}
         self.state, self.own = SimpleNamespace(step=0, before=None), random.Random(0)
         self.mean, self.before, self.slots = torch.zeros(6), None, [None]
+        self.register_buffer("empty", None, persistent=False)
+        self.register_buffer("frequencies", torch.linspace(0.1, 1.0, 6), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(self.body(self, x))
@@ -142,6 +144,50 @@ def kept_in_an_attribute(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x * self.before
 
 
+def of_the_first_batch(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if self.before is None:
+        self.before = x.detach().mean(0)
+    return x - self.before
+
+
+def of_the_first_weight(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if "scale" not in self.masks:
+        self.masks["scale"] = self.lin.weight.detach().norm()
+    return x / self.masks["scale"]
+
+
+def drawn_once(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if self.slots[0] is None:
+        self.slots[0] = torch.rand(6, device=x.device)
+    return x * self.slots[0]
+
+
+def registered_of_the_first_batch(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "late"):
+        self.register_buffer("late", x.detach().mean(0))
+    return x - self.late
+
+
+def set_of_the_first_batch(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if self.empty is None:
+        self.empty = x.detach().mean(0)
+    return x - self.empty
+
+
+def cached_of_a_buffer(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if self.before is None:
+        angles = torch.outer(torch.arange(x.shape[0], device=x.device).type_as(x), self.frequencies)
+        self.before = angles.cos().to(x.dtype).expand_as(x)
+    return x * self.before
+
+
+def registered_once(self: Does, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "late"):
+        self.register_buffer("late", torch.arange(6.0, device=x.device))
+    self.empty = x.new_ones(6) if self.empty is None else self.empty
+    return x * self.late + self.empty
+
+
 @pytest.mark.parametrize(
     "body, what",
     [(drawn, "draws from random"), (drawn_by_numpy, "draws from numpy.random"), (seeded, "calls torch.manual_seed")],
@@ -247,12 +293,33 @@ def test_a_number_that_is_used_is_refused(draw: Callable[[], Any], use: Callable
         (moved, set()),
         (cast, set()),
         (noted, set()),
+        (cached_of_a_buffer, set()),
+        (registered_once, set()),
     ],
 )
 def test_an_attribute_that_is_computed_once_is_no_harm(
     body: Callable[[Does, torch.Tensor], torch.Tensor], names: set[str]
 ) -> None:
     assert capture(Does(body), X).kept == names
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
+@pytest.mark.parametrize(
+    "body, name",
+    [
+        (of_the_first_batch, "before"),
+        (of_the_first_weight, "masks['scale']"),
+        (drawn_once, "slots[0]"),
+        (registered_of_the_first_batch, "late"),
+        (set_of_the_first_batch, "empty"),
+    ],
+)
+def test_what_the_first_call_computes_for_all_others_is_refused(
+    body: Callable[[Does, torch.Tensor], torch.Tensor], name: str
+) -> None:
+    """A graph would compute it in every step: data-dependent initialisation, as that of activation normalisation."""
+    with pytest.raises(CaptureError, match=f"forward keeps {re.escape(name)} as its first call computed it"):
+        capture(Does(body), X)
 
 
 def asking(self: Does, x: torch.Tensor) -> torch.Tensor:

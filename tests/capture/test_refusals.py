@@ -59,6 +59,7 @@ def flexible(self: Does, x: torch.Tensor) -> torch.Tensor:
 
 
 KEPT = list[torch.Tensor]()
+OUTSIDE = torch.ones(4)
 
 
 def kept_elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ def read_number(self: Does, x: torch.Tensor) -> torch.Tensor:
 
 
 def elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
-    return x + torch.ones(4, device="cpu")
+    return x + OUTSIDE
 
 
 def loaded(self: Does, x: torch.Tensor) -> torch.Tensor:

@@ -166,3 +166,23 @@ def test_a_model_with_checkpoints_is_verified_and_gradients_stay_as_they_were(re
 )
 def test_equal_infinities_are_no_error(found: list[float], expected: list[float], right: bool) -> None:
     assert (error(torch.tensor(found), torch.tensor(expected)) == 0) is right
+
+
+class Remembers(nn.Module):
+    """Registers in its first call what the others use, in the place of None or anew."""
+
+    def __init__(self, *, place: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        if place:
+            self.register_buffer("line", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "line", None) is None:
+            self.register_buffer("line", torch.arange(8.0, device=x.device), persistent=False)
+        return self.lin(x) * self.line
+
+
+@pytest.mark.parametrize("place", [True, False])
+def test_a_buffer_that_forward_registers_is_no_error(place: bool) -> None:
+    assert autopar.verify(Remembers(place=place), torch.randn(4, 8), mesh=2).ok
