@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks.hub_calls import BATCH, CALLS, GRIDS, LENGTH, TEXT_IDS, Call, number, on_grids, patches, pictures
 from benchmarks.hub_configs import SIZES, WORDS, Shrinking
 from benchmarks.hub_families import tables
+from benchmarks.trials import NotBuilt
 
 LARGEST = 40_000_000  # parameters that a trial may have
 
@@ -46,10 +47,6 @@ class Built:
     sample: dict[str, Any]
     head: str
     size: str
-
-
-class NotBuilt(Exception):
-    """No combination runs; says the first error of each size."""
 
 
 def built(kind: str) -> Built:

@@ -6,7 +6,7 @@ import itertools
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -18,10 +18,11 @@ WIDTH = 128
 Record = dict[str, Any]  # of one architecture
 
 
-def report(records: list[Record]) -> str:
-    """The table, and what is to be said of single architectures."""
+def report(records: list[Record], packages: Sequence[str] = ("transformers", "torch")) -> str:
+    """The table, with the versions of packages above, and what is to be said of single architectures."""
     ran = [one for one in records if reached(one, "built")]
-    lines = [f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}", "", *_table(ran)]
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in packages)
+    lines = [*textwrap.wrap(versions, WIDTH), "", *_table(ran)]
     for title, chosen in _SECTIONS.items():
         held = [one for one in ran if not reached(one, "equal") and _section(one) is chosen]
         if held:

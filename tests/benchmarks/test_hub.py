@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from benchmarks import hub, hub_configs, hub_families, hub_models
+from benchmarks import hub, hub_configs, hub_families, hub_models, trials
 
 
 @pytest.mark.parametrize("kind, family", [("olmo", "text, decoder"), ("decision_transformer", "reinforcement learning")])
@@ -46,14 +46,14 @@ def test_layers_are_cut_to_the_first_of_each_kind_with_what_is_listed_per_layer(
 
 
 def test_a_module_that_asks_for_single_precision_is_compared_in_double() -> None:
-    with hub.Wide():
+    with trials.Wide():
         x = torch.ones(3).double() / 3
         assert x.float().to(torch.float32).softmax(0, dtype=torch.float32).dtype is torch.float64
 
 
 @pytest.mark.parametrize("scores, tied", [([3.0, 2.0, 1.0], False), ([3.0, 1.0, 1.0], True), ([3.0, 3.0, 1.0], True)])
 def test_equal_scores_are_told_where_they_decide_the_largest(scores: list[float], tied: bool) -> None:
-    with hub.Wide() as wide:
+    with trials.Wide() as wide:
         torch.tensor(scores, dtype=torch.float64).topk(2)
     assert wide.tied is tied
 
@@ -67,7 +67,7 @@ def test_a_trial_tells_each_stage_and_what_torch_says_of_what_is_refused(monkeyp
     monkeypatch.setattr(hub_models, "built", lambda kind: made)
     told: list[hub.Record] = []
     with pytest.raises(Exception, match="depends on the values"):
-        hub.trial("branches", {}, lambda found: told.append(dict(found)))
+        hub.trial("branches", trials.Trial({}, lambda found: told.append(dict(found))))
     assert [one["stage"] for one in told] == ["built", "built"]
     assert "data-dependent" in told[-1]["exported"]
 
@@ -76,7 +76,7 @@ def test_the_last_that_was_found_of_a_type_counts(tmp_path: Path) -> None:
     log = tmp_path / "hub.jsonl"
     refused = {"kind": "a", "stage": "built", "head": "A", "family": "image", "reason": "no", "exported": ""}
     log.write_text(json.dumps(refused) + "\n" + json.dumps(refused | {"stage": "equal", "reason": ""}) + "\n")
-    lines = hub.report(list(hub.read(log).values())).splitlines()
+    lines = hub.report(list(trials.known_of(log).values())).splitlines()
     assert ["image", "1", "0", "1", "1", "1", "1"] in [line.split() for line in lines]
 
 

@@ -20,7 +20,7 @@ POINTWISE = (
     "torch.relu({x})", "F.gelu({x})", "F.silu({x})", "torch.tanh({x})", "torch.sigmoid({x})", "F.softplus({x})", "{x}.abs()",
     "{x} * {x}", "1 - {x}", "torch.where({x} > 0, {x}, 0.1 * {x})", "{x}.clamp(-1.0, 1.5)", "{x}.masked_fill({x} > 1, 0.5)",
     "{x}.sin() + {x}.cos()", "torch.exp(-{x} * {x})", "F.dropout({x}, 0.3)", "{x}.detach() * {x}", "torch.sqrt(1 + {x} * {x})",
-    "F.hardswish({x})", "{x}.clone().mul_(0.5)",
+    "F.hardswish({x})", "{x}.clone().mul_(0.5)", "{x} + 0.0", "{x} + 1.0", "{x} - 2", "{x} * 0.0 + {x}", "{x} / 3", "{x} ** 2",
 )  # fmt: skip
 BINARY = (
     "{x} + {y}", "{x} * {y}", "{x} - {y}", "{x} / (1 + {y}.abs())", "torch.maximum({x}, {y})", "torch.lerp({x}, {y}, 0.3)",
