@@ -37,7 +37,12 @@ class Emission:
     def emit(
         self, node: fx.Node, target: str, args: tuple[Argument, ...], kwargs: Keywords, region: Region
     ) -> tuple[tuple[Ref, ...], bool]:
-        """Append the op of `node`, detaching operands in a no_grad region; returns its results, and whether they are a list."""
+        """Append the op of `node`, detaching operands in a no_grad region; returns its results, and whether they are a list.
+
+        There, too, a tensor that an operator gives back as it is has the gradient that it had.
+        """
+        if not region.grad and target == str(node.target) and isinstance(args[0], Ref) and nodes.returns_operand(node):
+            return (args[0],), False
         if region.cast is not None:
             args, kwargs = self.cast(target, args, kwargs, region.cast, node)
         if not region.grad:

@@ -58,6 +58,22 @@ def _memory(node: fx.Node) -> int | None:
     return traced.untyped_storage()._cdata if isinstance(traced, torch.Tensor) else None
 
 
+def returns_operand(node: fx.Node) -> bool:
+    """Whether a node's operator gives its first operand itself, as `x.to(dtype)` of a tensor that has that dtype."""
+    place, found = node.args[0] if node.args else None, node.meta.get("val")
+    given = place.meta.get("val") if isinstance(place, fx.Node) else None
+    if not isinstance(given, torch.Tensor) or not isinstance(found, torch.Tensor) or len(node.all_input_nodes) > 1:
+        return False
+    if mutates(node) or (given.shape, given.stride(), given.dtype) != (found.shape, found.stride(), found.dtype):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    x = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+    try:
+        return node.target(x, *node.args[1:], **node.kwargs) is x
+    except NotImplementedError:  # it has no kernel there, or the tensor goes to another device
+        return False
+
+
 def selects(node: fx.Node) -> bool:
     """Whether a node selects by a mask, so that its result is as long as values say."""
     aten = torch.ops.aten

@@ -160,6 +160,16 @@ def no_grad(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return y + still, moved, both
 
 
+def given_back(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    vector, turned = y.sum(0), y.t()
+    with torch.no_grad():
+        same = y.to(y.dtype).contiguous().float()
+        row, kept = vector.flatten(), F.dropout(y, 0.5, training=False)
+        new = y.view(4, 6), turned.contiguous(), y.double()
+        largest = same.argmax(-1)
+    return same * y.sin(), row * 2, kept + same, largest, *new[1:], y * new[0], y + new[1].t()
+
+
 def detached(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return y.detach() * y, y.argmax(-1), (y > 0).float(), torch.zeros_like(y), y.round()
 
@@ -184,7 +194,12 @@ def arrays(y: torch.Tensor) -> torch.Tensor:
     return y[rows[0]] * rows[1][:, None] + torch.from_numpy(np.arange(6.0)) + torch.cat([torch.tensor([]), y.detach()[0]])
 
 
-@pytest.mark.parametrize("body", [no_grad, detached, checkpointed, literals, lists, arrays])
+def of_its_dtype(y: torch.Tensor) -> torch.Tensor:
+    places = y.argmax(-1).new_tensor([2, 0])
+    return y[places] * y.new_tensor(0.5) + y.new_tensor([[1, 2, 3, 4, 5, 6]]) + y.new_tensor([y.detach().sum(), 2]).sum()
+
+
+@pytest.mark.parametrize("body", [no_grad, given_back, detached, checkpointed, literals, lists, arrays, of_its_dtype])
 def test_gradients_stop_where_they_stop_in_the_module(body: Callable[[torch.Tensor], object]) -> None:
     interpreter.check(Does(body), X)
 
