@@ -46,6 +46,33 @@ _EFFICIENT = {
     "image_size": 64,
     "expand_ratios": [1, 2, 2, 2, 2, 2, 2],
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_ROPES = {"sliding_attention": _ROPE, "full_attention": _ROPE}
+_PE_VIT = {
+    "architecture": "vit_pe_core_tiny_patch16_384",
+    "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 64},
+    "num_classes": 64,
+}
+_SEMANTIC = {
+    "num_feat_extract_layers": 7,
+    "conv_dim": [32] * 7,
+    "conv_stride": [5, 2, 2, 2, 2, 2, 2],
+    "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
+}
+_OCR = {
+    "block_configs": [[[3, 16, 16, 1, True]], [[3, 16, 32, 2, False]], [[3, 32, 64, 2, False]], [[3, 64, 128, 2, False]]],
+    "stem_channels": [3, 8, 16],
+    "stage_out_channels": [16, 32, 64, 128],
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "out_indices": [1, 2, 3, 4],
+}
+_RATIOS = {"long": 7, "mid": 5, "short": 3}
+_TIMM_PYRAMID = {
+    "backbone_config": {"architecture": "repvit_m1"},
+    "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "fpn_hidden_size": 32,
+}
+_VAE = {"num_filters": 8, "downsampling_ratios": [2, 2, 5], "depths": [1, 1, 1, 1]}
 _SHARED: dict[str, dict[str, Any]] = {
     "detr conditional_detr dab-detr deformable_detr table-transformer": _RESNETS,
     "autoformer informer time_series_transformer": _SERIES,
@@ -187,5 +214,161 @@ _SHARED: dict[str, dict[str, Any]] = {
         "mlp_dim": 128,
         "decoder_hidden_size": 8,
     },
+    "bailing_hybrid kimi_linear": {
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "cohere_compass_text": {"rope_parameters": _ROPES, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass": {
+        "text_config": {"rope_parameters": _ROPES, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {"temporal_patch_size": 2},
+    },
+    "moonshine_streaming": {"more": {"num_key_value_heads": 4}},  # which the library asks for, and does not give
+    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
+    "qwen4_exp_text qwen4_exp": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+    },
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}, "mm_tokens_per_image": 16},
+    "step3p7": {"text_config": {"sliding_window": 8, "num_sliding_attention_heads": 4, "share_expert_dim": 64}},
+    "aria": {"projector_patch_to_query_dict": {16: 8}},
+    "lw_detr": {
+        "backbone_config": {
+            "window_block_indices": [0],
+            "out_features": ["stage1", "stage2"],
+            "out_indices": [1, 2],
+            "num_windows": 4,
+            "num_windows_side": 2,
+        },
+        "projector_scale_factors": [1.0],
+        "num_feature_levels": 1,
+        "projector_in_channels": [64],
+        "projector_out_channels": 64,
+        "decoder_self_attention_heads": 4,
+        "decoder_cross_attention_heads": 4,
+        "group_detr": 2,
+    },
+    "dots3_note_text": {"head_dim": 32, "per_layer_config": {}, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    "dots3_note": {
+        "text_config": {"head_dim": 32, "num_key_value_heads": 4},
+        "per_layer_config": {},
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+        "adapter_input_size": 64,
+        "downsample_hidden_size": 16,
+    },
+    "diffusion_gemma": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "canvas_length": 8},
+    "deepseek_ocr2": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 2,
+        "output_channels": 16,
+        "downsample_channels": [32, 64],
+    },
+    "gemma4_audio": {"num_mel_bins": 128},
+    "pp_ocrv6_small_det": {"backbone_config": _OCR, "layer_list_out_channels": [16, 32, 64, 128], "neck_out_channels": 32},
+    "pp_ocrv6_medium_det": {
+        "backbone_config": _OCR,
+        "neck_out_channels": 32,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 4, 8],
+        "intraclass_block_config": {
+            "reduce_channel": [1, 1, 0],
+            "return_channel": [1, 1, 0],
+            **{f"vertical_long_to_small_conv_{way}ratio": [[n, 1], [1, 1], [n // 2, 0]] for way, n in _RATIOS.items()},
+            **{f"horizontal_small_to_long_conv_{way}ratio": [[1, n], [1, 1], [0, n // 2]] for way, n in _RATIOS.items()},
+            **{f"symmetric_conv_long_{way}ratio": [[n, n], [1, 1], [n // 2, n // 2]] for way, n in _RATIOS.items()},
+        },
+    },
+    "tvp": {
+        "max_img_size": 64,
+        "visual_prompt_size": 8,
+        "num_frames": 2,
+        "backbone_config": _RESNET | {"out_features": ["stage4"]},
+    },
+    "videoprism_vision_model": {"num_frames": 4, "image_size": 36},
+    "videoprism": {"num_frames": 4, "image_size": 36},
+    "xcodec": {"semantic_model_config": _SEMANTIC, "codebook_dim": 128},
+    "higgs_audio_v2_tokenizer": {
+        "acoustic_model_config": {"downsampling_ratios": [8, 5, 4, 2, 3], "upsampling_ratios": [8, 5, 4, 2, 3]},
+        "semantic_model_config": _SEMANTIC,
+        "codebook_dim": 128,
+    },
+    "sam3_tracker_video sam3_video": {
+        "hidden_size": 32,
+        "image_size": 56,
+        "mask_decoder_config": {"iou_head_hidden_dim": 32, "mlp_dim": 64},
+        "fpn_hidden_size": 32,
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
+    "vibevoice_acoustic_tokenizer_encoder vibevoice_acoustic_tokenizer_decoder": _VAE,
+    "pe_video pe_video_encoder pe_audio_video pe_audio_video_encoder perception_lm": {"vision_config": _PE_VIT},
+    "edgetam_vision_model": _TIMM_PYRAMID,
+    "edgetam": {
+        "hidden_size": 32,
+        "image_size": 64,
+        "mask_decoder_config": {"iou_head_hidden_dim": 32, "mlp_dim": 64},
+        "vision_config": _TIMM_PYRAMID,
+    },
+    "edgetam_video": {
+        "hidden_size": 32,
+        "image_size": 64,
+        "num_attention_heads": 4,
+        "mask_decoder_config": {"iou_head_hidden_dim": 32, "mlp_dim": 64},
+        "vision_config": _PYRAMID | {"num_attention_heads": 1},
+    },
+    "blt": {
+        "use_cache": False,
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [3, 4],
+        "hidden_size_global": 64,
+    },
+    "minicpm_ocr_vision minicpmv4_7_vision": {"insert_layer_id": 0},
+    "depth_pro": {
+        "patch_size": 32,
+        "image_model_config": {"image_size": 32, "patch_size": 8},
+        "patch_model_config": {"image_size": 32, "patch_size": 8},
+        "fov_model_config": {"image_size": 32, "patch_size": 8},
+        "fusion_hidden_size": 32,
+        "scaled_images_feature_dims": [32, 32, 16],
+        "intermediate_feature_dims": [16, 16],
+        "intermediate_hook_ids": [1, 0],
+    },
+    "molmo2": {"vision_feature_layer": [1, 0], "rope_scaling_layers": None},
+    "emu3": {"vocabulary_map": {"<image>": 8, **{f"<|visual token {n:06}|>": 32 + n for n in range(64)}}, "base_channels": 32},
+    "granite4_vision": {
+        "image_grid_pinpoints": [[128, 128]],
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1, 1, 1, 1],
+    },
+    "omdet-turbo": {
+        "text_projection_in_dim": 64,
+        "text_projection_out_dim": 64,
+        "class_embed_dim": 64,
+        "task_encoder_hidden_dim": 64,
+        "vision_features_channels": [64, 64, 64],
+        "decoder_hidden_dim": 64,
+        "decoder_num_heads": 4,
+        "encoder_dim_feedforward": 64,
+        "decoder_dim_feedforward": 64,
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "architecture": "fastvit_mci3",
+            "model_args": {"embed_dims": [16, 32, 64, 128, 256], "layers": [1, 1, 1, 1, 1]},
+            "hidden_size": 512,
+        }
+    },
+    "gemma3n_vision": {"model_args": {"channel_multiplier": 0.1}},
+    "gemma3n": {"vision_config": {"model_args": {"channel_multiplier": 0.1}, "hidden_size": 2048}},
+    "muse_spark_audio": {"hidden_sizes": [16, 32, 64, 128]},
+    "timm_backbone": {"backbone": "resnet18", "out_indices": [1, 2]},
+    "gemma3n_audio": {"conf_num_attention_heads": 4, "input_feat_size": 32},
 }
 CHANGES = {kind: changes for kinds, changes in _SHARED.items() for kind in kinds.split()}  # what a type needs besides

@@ -70,7 +70,8 @@ SIZES = ("small", "sixteenth", "quarter", "layers")
 DRAWN = re.compile(r"layer_?drop|^mask_(time|feature)_prob$")  # what a branch or numpy's generator would draw
 PICTURES = re.compile(r"(^|_)image_size$|^img_size$|^input_size$|^pretrain_image_size$")
 INDICES = re.compile(r"layer_(ids|indices|idx)$|_at_layer$|_indexes$")  # which layers are of another kind
-_SPECIAL = re.compile(r"(token_id|token_index|token_ids|_token|_idx|_index|_id)$")
+_SPECIAL = re.compile(r"(token_id|token_index|token_ids|(?<!_per)_token|_idx|_index|_id)$")
+_PARTS = re.compile(r"(?<!per_layer)_config$|^(backbone|num_hidden_layers)$")  # of which a type changes single entries
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class Shrinking:
     def config(self, kind: str) -> Any:
         """The configuration of a type."""
         given = CONFIG_MAPPING[kind]()
-        found = self.smaller(given.to_dict(), CHANGES.get(kind, {}))
+        changes = CHANGES.get(kind, {})
+        found = self.smaller(given.to_dict(), changes) | changes.get("more", {})
         config = type(given).from_dict(found)
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0
@@ -96,7 +98,7 @@ class Shrinking:
         kept = _layers(given, layers)
         found = {}
         for name, value in given.items():
-            if name in changes and not (isinstance(changes[name], dict) and isinstance(value, dict)):
+            if name in changes and not (_PARTS.search(name) and isinstance(changes[name], dict) and isinstance(value, dict)):
                 found[name] = changes[name]
             elif layers and name in ("out_features", "out_indices", "stage_names"):  # of the stages that there were
                 if name == "out_indices" and value and not given.get("out_features"):

@@ -67,7 +67,10 @@ class Trial:
             raise
         self.done("captured", ops=len(captured.program.ops))
         if any("grouped_mm" in op.target for op in captured.program.ops):  # torch has it in no double precision
-            module.set_experts_implementation("eager")
+            for part in module.modules():  # its own set_experts_implementation leaves some out
+                if hasattr(part, "config"):
+                    part.config._experts_implementation_internal = "eager"
+        torch.set_default_dtype(torch.float64)  # what operators make of integers
         with ThreadedRanks() as world:
             tried = Tried(module, sample, captured, SETTING, world, around=(wide := Wide()))
             self.found["tied"] = wide.tied
