@@ -13,6 +13,7 @@ implications whether what is selected below such a question is nothing where it 
 equal_programs  whether two programs compute the same
 trace        torch.export, guarded against what it would drop silently
 registered_tensors  parameters and buffers that are reached otherwise than by the modules that hold them
+joined_selections  rows that a mask selects, joined with others and scattered
 cpu_tensors  tensors that forward makes on the CPU, by numbers or by operators
 repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program

@@ -311,11 +311,9 @@ class Lowering:
         if any(map(symbolic, (node, *node.all_input_nodes))):
             return self.selected(node, region).lower(args, kwargs)[0]
         match name, source:
-            case "copy_", Ref():
+            case (("copy_" | "fill_"), Ref()):
                 new = source
-            case "fill_", Ref():
-                new = source
-            case (("fill_" | "zero_"), _):
+            case (("copy_" | "fill_" | "zero_"), _):
                 number = 0 if name == "zero_" else source
                 ((new,), _) = self.emission.emit(node, "aten.full_like.default", (args[0], number), (), region)
             case "fill_diagonal_", _ if len(old.shape) == 2:

@@ -122,7 +122,7 @@ def returning(node: fx.Node) -> str:
     forms = {form: getattr(packet, form)._schema for form in (packet.overloads() if packet else ())}
     taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]
     alike = [form for form, s in forms.items() if not s.is_mutable and [(a.name, str(a.type)) for a in s.arguments] == taken]
-    if variant not in forms or "out" in node.kwargs:
+    if variant not in alike:  # pow_.Scalar is pow.Tensor_Scalar
         variant = next(iter(alike), "")
     if not variant:
         fix = f"use the form of {plain} that returns its result"

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture import equal_values, nodes, traced_losses
+from autopar.capture.joined_selections import filled, joined, scattered
 from autopar.capture.selected_places import Exit, Places, SelectedPlaces, longest_first
 from autopar.capture.selection import Rows, Selection, Selections, fixed, symbolic
 from autopar.capture.trace import varying
@@ -41,8 +42,8 @@ class SelectedOp:
         """The results of the node; raises CaptureError where it selects by anything but a mask, or mixes rows."""
         if (selected := self.selected(args)) is not None:
             return (selected,)
-        if (located := self.located(args)) is not None:
-            return located
+        if (found := self.located(args) or joined(self, args)) is not None:
+            return found
         if nodes.selects(self.node) and not symbolic(self.node):
             raise self.mixing()
         if symbolic(self.node):
@@ -64,6 +65,8 @@ class SelectedOp:
             return (self.put(target, named),)
         if target == "aten.masked_scatter.default" and not symbolic(self.node):
             return (self.put_back(named),)
+        if (found := filled(self, target, named) or scattered(self, target, named)) is not None:
+            return found
         if symbolic(self.node):
             return self.by_row(target, named)
         if target == "aten.ctc_loss.Tensor":

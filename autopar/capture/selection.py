@@ -54,6 +54,7 @@ class Selections:
     builder: Builder
     empty: frozenset[sympy.Symbol] = frozenset()  # what these select is taken for nothing
     known: dict[sympy.Symbol, Selection] = field(default_factory=dict)
+    joined: dict[sympy.Symbol, tuple[Selection | int, ...]] = field(default_factory=dict)  # what follows each other in one
     held: dict[str, Rows] = field(default_factory=dict)  # of the program's values
     places: dict[str, tuple[Selection, int]] = field(default_factory=dict)  # of values that are, for a dim of its mask
     columns: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # the places in each dim, of values that have all of them

@@ -145,7 +145,14 @@ def distinct(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return m.head(y[0][found]).square().sum() + y[1, found].mean()
 
 
+def joined(m: Does, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat([y[chosen(x)], y[0].sin(), y[chosen(x)].exp()])
+    ones = y.new_ones(y[chosen(x)].shape[0]).cos().sum()
+    return m.head(rows).square().mean() + ones + torch.cat([y[0, :, :2].T, y[0][x[0, :, 0] > 0].T[:2]], 1).square().sum()
+
+
 BODIES = (
+    joined,
     distinct,
     written,
     by_where,
@@ -204,7 +211,10 @@ REFUSED: dict[str, Body] = {
     "the first of them": lambda m, x, y: y[chosen(x)][0].sum(),
     "the rows themselves": lambda m, x, y: y[chosen(x)],
     "a selection of a selection": lambda m, x, y: y[chosen(x)][~chosen(x)[chosen(x)]].sum(),
-    "zeros for them": lambda m, x, y: y[chosen(x)].sum() + y.new_zeros(y[chosen(x)].shape[0]).cos().sum(),
+    "numbers for them in turn": lambda m, x, y: (
+        y[chosen(x)][:, 0] * torch.arange(y[chosen(x)].shape[0], device=x.device)
+    ).sum(),
+    "another order of as many rows": lambda m, x, y: (torch.cat([y[chosen(x)], y[0]]) * torch.cat([y[0], y[chosen(x)]])).sum(),
     "a write of a part": lambda m, x, y: y[chosen(x)].narrow(1, 0, 2).mul_(2).sum(),
     "masks of what is written between": lambda m, x, y: written_between(y),
     "rows put elsewhere": lambda m, x, y: y.masked_scatter(chosen(-x).unsqueeze(-1), y[chosen(x)]).sum(),
