@@ -7,6 +7,7 @@ torchvision one of each family that makes no shapes of values (detectors do), of
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,8 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if library == "torchvision":
         sized = 224 if model == "maxvit_t" else 64
         backbone = {"weights_backbone": None} if "resnet50" in model or "mobilenet_v3_large" in model else {}
-        return made("torchvision.models.get_model", model, num_classes=10, **backbone)(), {"x": torch.randn(2, 3, sized, sized)}
+        module = made("torchvision.models.get_model", model, num_classes=10, **backbone)()
+        return module.train(), {next(iter(inspect.signature(module.forward).parameters)): torch.randn(2, 3, sized, sized)}
     if name not in rows:
         raise NotBuilt("unknown")
     make, sample = rows[name]

@@ -74,22 +74,30 @@ class Trial:
         with ThreadedRanks() as world:
             tried = Tried(module, sample, captured, SETTING, world, around=(wide := Wide()))
             self.found["tied"] = wide.tied
-            try:
-                tried.sequentially()
-            except WrongNumber:  # it may have no more digits
-                tried.exact = {key: max(1e-9, digits) for key, digits in own_digits(module, sample, captured, tried).items()}
-                self.found["digits"] = max(tried.exact.values())
+
+            def judged(run: Callable[[], object]) -> None:
+                """Run it, and again with as many digits as the module itself has if it has no more."""
                 try:
-                    tried.sequentially()
+                    run()
                 except WrongNumber:
-                    self.found["traced"] = not exported(module, sample) and exported_differs(module, sample)
-                    raise
+                    if "digits" in self.found:
+                        raise
+                    found = own_digits(module, sample, captured, tried)
+                    tried.exact = {key: max(1e-9, digits) for key, digits in found.items()}
+                    self.found["digits"] = max(tried.exact.values())
+                    run()
+
+            try:
+                judged(tried.sequentially)
+            except WrongNumber:
+                self.found["traced"] = not exported(module, sample) and exported_differs(module, sample)
+                raise
             self.done("same")
             planner = Planner(module, sample, captured, SETTING)
             for plan in SETTING.plans:
                 resolved = planner.plan(plan)
                 self.done("planned" if self.found["stage"] == "same" else self.found["stage"])
-                tried.under(resolved)
+                judged(lambda resolved=resolved: tried.under(resolved))
                 self.done("equal" if plan == SETTING.plans[-1] else "planned")
 
 
