@@ -6,6 +6,7 @@ torchvision one of each family that makes no shapes of values (detectors do), of
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import itertools
@@ -86,14 +87,16 @@ def _of_timm(module: str) -> tuple[nn.Module, dict[str, Any]]:
     """The smallest model of a module at the smallest size of pictures that runs."""
     timm, sized = importlib.import_module("timm"), []
     for name in (name for name, of in sorted(_modules_of_timm().items()) if of == module):
-        with torch.device("meta"):
+        with contextlib.suppress(Exception), torch.device("meta"):
             sized.append((sum(one.numel() for one in timm.create_model(name, num_classes=10).parameters()), name))
     for count, name in sorted(sized)[:3]:
-        for options, size in itertools.product(({"img_size": 64}, {"img_size": 128}, {}), (64, 128, 224)):
+        for options, size in itertools.product(({"img_size": 64}, {"img_size": 128}, {}), (64, 128, 0)):
             if count > LARGEST or options.get("img_size", size) != size:
                 continue
             try:
-                model, x = timm.create_model(name, num_classes=10, **options).train(), torch.randn(2, 3, size, size)
+                model = timm.create_model(name, num_classes=10, **options).train()
+                size = size or model.default_cfg["input_size"][-1]
+                x = torch.randn(2, 3, size, size)
                 model(x)
             except Exception:
                 continue
