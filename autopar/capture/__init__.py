@@ -17,6 +17,7 @@ joined_selections  rows that a mask selects, joined with others and scattered
 cpu_tensors  tensors that forward makes on the CPU, by numbers or by operators
 repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program
+call_order   independent calls of one module in the order in which they are needed
 emission     an operator of the graph, as the region has it in which it stands
 selection    what a mask selects: rows whose number is not known, and what operators do with them
 """
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 
 from autopar.capture.assumptions import NOTHING, Assumptions
+from autopar.capture.call_order import in_order_of_use
 from autopar.capture.carried_tensors import CarriedTensorError
 from autopar.capture.decided import Decided
 from autopar.capture.empty_selections import Answered, Nothing, by_turns, none
@@ -95,7 +97,7 @@ def capture(
     cast = call.to(dtype) if dtype else call
     values = {**copied.values, **assumptions.buffers}
     traced = trace(copied.module, cast, assumptions, values)
-    program, signature = lower(traced, copied, cast), call.signature(traced.returned)
+    program, signature = in_order_of_use(lower(traced, copied, cast)), call.signature(traced.returned)
     answered = traced.answered
     if answered.asked:
 
@@ -109,7 +111,7 @@ def capture(
 
     def again() -> tuple[bool, Changes]:
         following = trace(copied.module, cast, assumptions, values)
-        return lower(following, copied, cast).hash == program.hash, following.changes
+        return in_order_of_use(lower(following, copied, cast)).hash == program.hash, following.changes
 
     once = kept(copied.module, traced.changes, again)
     if traced.made:

@@ -26,9 +26,7 @@ class CpuTensors:
     """The tensors of one trace that are on the CPU."""
 
     def __init__(self) -> None:
-        self._moved: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # by the id of a tensor, which is kept: it, and what it is
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by its id: a tensor, which is kept, and what it is
 
     def moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a function of torch with tensors of the meta device."""
