@@ -7,6 +7,7 @@ refuses, torch.export is asked for the same module and sample.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -15,7 +16,7 @@ import resource
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,8 +71,7 @@ class Trial:
             for part in module.modules():  # its own set_experts_implementation leaves some out
                 if hasattr(part, "config"):
                     part.config._experts_implementation_internal = "eager"
-        torch.set_default_dtype(torch.float64)  # what operators make of integers
-        with ThreadedRanks() as world:
+        with _double_by_default(), ThreadedRanks() as world:
             tried = Tried(module, sample, captured, SETTING, world, around=(wide := Wide()))
             self.found["tied"] = wide.tied
 
@@ -99,6 +99,17 @@ class Trial:
                 self.done("planned" if self.found["stage"] == "same" else self.found["stage"])
                 judged(lambda resolved=resolved: tried.under(resolved))
                 self.done("equal" if plan == SETTING.plans[-1] else "planned")
+
+
+@contextlib.contextmanager
+def _double_by_default() -> Iterator[None]:
+    """What operators make of integers is in double precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def ties(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import libraries, library_models, library_tables
 from benchmarks.trials import NotBuilt, Trial, known_of, outcome
@@ -23,6 +24,7 @@ def test_a_model_is_built_of_its_row_and_tried() -> None:
         libraries.trial("torch/Linear", Trial({}, lambda found: told.append(dict(found))))
     finally:
         del library_tables.OTHERS["torch/Linear"]
+    assert torch.get_default_dtype() is torch.float32
     assert [one["stage"] for one in told] == ["built", "captured", "same", "planned", "planned", "planned", "equal"]
 
 
