@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-import autopar
 from autopar.analysis.signatures import signature
 from autopar.errors import RuleError
 from autopar.ir.program import Op
 from autopar.operators import RULES, fit
 from autopar.operators.call import Call
+from autopar.plan.options import Options
 from autopar.verify.testing import random_plan
+from autopar.verify.verification import verify
 from tests.operators.examples import EXAMPLES, ex, t
+from tests.support import table
+from tests.support.threads import Threads
 
 X = torch.linspace(-1.0, 1.0, 32).view(4, 8)
 NUMBERS = (0, 0.0, 1, 2, -1, 0.5, 1e300, float("inf"), float("nan"))
@@ -61,7 +64,8 @@ class Offsets(nn.Module):
         return self.second((self.first(x) + 0.0).relu()) + 1.0
 
 
-def test_only_what_adds_0_computes_with_partial_values() -> None:
-    model = Offsets()
+def test_only_what_adds_0_computes_with_partial_values(threads: Threads) -> None:
+    model, on = Offsets(), table.mesh((2,))
     for seed in range(12):
-        assert autopar.verify(model, X, (2,), plan=random_plan(model, X, (2,), seed)).ok
+        report = verify(model, X, on, random_plan(model, X, on, seed), Options(), threads)
+        assert report.ok, str(report)

@@ -98,9 +98,9 @@ print(capture(transformers.Gemma3ForCausalLM(config), {"input_ids": tokens, "lab
 
 
 def test_processes_have_one_program_of_a_model_of_transformers() -> None:
-    """Of any two orders, that of the words "sliding_attention" and "full_attention" is another by one of these seeds."""
+    """By these seeds the words "sliding_attention" and "full_attention" have both orders."""
     found = set()
-    for seed in ("1", "2", "3", "4"):
+    for seed in ("1", "2"):
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             env=os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
