@@ -5,13 +5,12 @@ Inside of the program what they become are values; their memory is written once 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 
 from autopar.capture import functionalize
 from autopar.capture.functionalize import Handle
 from autopar.ir.builder import Builder
-from autopar.ir.program import Argument, Op, Ref, Static, substitute
+from autopar.ir.program import Ref, with_operands
 
 OWNER = "the buffer "  # of the storage of a buffer, before its name
 
@@ -33,7 +32,7 @@ def keep(builder: Builder, given: Iterable[Handle]) -> None:
     for buffer in last:
         if buffer.name in read:
             (before[buffer],) = builder.emit("aten.clone.default", (buffer,), module=_module(buffer))
-    clones, ops = builder.ops[len(ops) :], [_reading(op, before) for op in ops]
+    clones, ops = builder.ops[len(ops) :], [with_operands(op, before) for op in ops]
     for clone in clones:
         ops.insert(next((n for n, op in enumerate(ops) if clone.name in op.operands), len(ops)), clone)
     for buffer, new in last.items():
@@ -47,13 +46,3 @@ def keep(builder: Builder, given: Iterable[Handle]) -> None:
 
 def _module(buffer: Ref) -> str:
     return buffer.name.rpartition(".")[0]
-
-
-def _reading(op: Op, instead: Mapping[Ref, Ref]) -> Op:
-    """The op with some operands replaced."""
-
-    def change(leaf: Ref | Static) -> Argument:
-        return instead.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
-    kwargs = tuple((name, substitute(argument, change)) for name, argument in op.kwargs)
-    return replace(op, args=tuple(substitute(argument, change) for argument in op.args), kwargs=kwargs)

@@ -11,12 +11,12 @@ operators, all of the same operators, of which none reads what another computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import networkx as nx
 
-from autopar.ir.program import Argument, Op, Program, Ref, Static, substitute
+from autopar.ir.program import Op, Program, Ref, with_operands
 from autopar.operators import row_of, writes
 
 
@@ -24,18 +24,18 @@ def in_order_of_use(program: Program) -> Program:
     """The program with such calls in that order, and names to match; the same one where they have it already."""
     runs = [list(run) for _, run in itertools.groupby(program.ops, key=lambda op: op.module)]
     calls = {number: found for number, run in enumerate(runs) if (found := _calls(run))}
-    needed, ops, new = _needed(program) if calls else {}, list[Op](), dict[str, str]()
+    needed, ops, new = _needed(program) if calls else {}, list[Op](), dict[Ref, Ref]()
     for number, run in enumerate(runs):
         ordered = sorted(calls.get(number, [run]), key=lambda call: min(needed.get(op.name, 0) for op in call))
         for place, op in zip(run, itertools.chain(*ordered), strict=True):
             names = [result.name for result in place.results]
-            new |= {made.name: name for made, name in zip(op.results, names, strict=True) if made.name != name}
+            new |= {Ref(made.name): Ref(name) for made, name in zip(op.results, names, strict=True) if made.name != name}
             results = tuple(replace(made, name=name) for made, name in zip(op.results, names, strict=True))
             ops.append(op if op is place else replace(op, name=place.name, results=results))
     if not new:
         return program
-    outputs = tuple(replace(output, value=new.get(output.value, output.value)) for output in program.outputs)
-    return replace(program, ops=tuple(_renamed(op, new) for op in ops), outputs=outputs)
+    outputs = tuple(replace(output, value=new.get(ref := Ref(output.value), ref).name) for output in program.outputs)
+    return replace(program, ops=tuple(with_operands(op, new) for op in ops), outputs=outputs)
 
 
 def _needed(program: Program) -> dict[str, int]:
@@ -68,16 +68,6 @@ def _calls(run: Sequence[Op]) -> list[list[Op]]:
         return []
     ordered = (row_of(op).random or any(writes(op)) for op in run)  # by the generator, or by what is written
     return [] if any(ordered) else calls
-
-
-def _renamed(op: Op, new: Mapping[str, str]) -> Op:
-    def change(leaf: Ref | Static) -> Argument:
-        return Ref(new[leaf.name]) if isinstance(leaf, Ref) and leaf.name in new else leaf
-
-    if not any(name in new for name in op.operands):
-        return op
-    args = tuple(substitute(argument, change) for argument in op.args)
-    return replace(op, args=args, kwargs=tuple((name, substitute(argument, change)) for name, argument in op.kwargs))
 
 
 __all__ = ["in_order_of_use"]

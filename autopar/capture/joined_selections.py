@@ -52,7 +52,8 @@ def joined(op: SelectedOp, args: tuple[Argument, ...]) -> tuple[Ref, ...] | None
     made = tuple(rows[dim] if dim in rows else op.shape(part)[dim] for rows, part in zip(held, parts, strict=True))
     number = op.symbol(dim)
     if number not in selections.known:
-        selections.learn(number, (mask := op.one("aten.cat.default", tuple(_mask(op, one) for one in made))), mask, (0,))
+        mask = op.one("aten.cat.default", tuple(_mask(op, one) for one in made))
+        selections.learn(number, mask, mask, (0,))
         selections.joined[number] = made
     if selections.joined.get(number) != made:
         raise op.mixing()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import Concatenate, ParamSpec, TypeVar, Union
 
 import torch
@@ -232,6 +232,16 @@ def substitute(argument: Argument, change: Callable[[Ref | Static], Argument]) -
     if isinstance(argument, tuple):
         return tuple(substitute(part, change) for part in argument)
     return change(argument)
+
+
+def with_operands(op: Op, instead: Mapping[Ref, Ref]) -> Op:
+    """The op with others in the place of some values that it reads."""
+
+    def change(leaf: Ref | Static) -> Argument:
+        return instead.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
+
+    kwargs = tuple((name, substitute(argument, change)) for name, argument in op.kwargs)
+    return replace(op, args=tuple(substitute(argument, change) for argument in op.args), kwargs=kwargs)
 
 
 def filled(

@@ -93,13 +93,14 @@ config = transformers.Gemma3TextConfig(
     vocab_size=128, sliding_window=8, layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
 )
 tokens = torch.randint(128, (4, 32))
+print(*set(config.layer_types))
 print(capture(transformers.Gemma3ForCausalLM(config), {"input_ids": tokens, "labels": tokens}).program.hash)
 """
 
 
 def test_processes_have_one_program_of_a_model_of_transformers() -> None:
     """By these seeds the words "sliding_attention" and "full_attention" have both orders."""
-    found = set()
+    found, orders = set(), set()
     for seed in ("1", "2"):
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPT],
@@ -108,5 +109,8 @@ def test_processes_have_one_program_of_a_model_of_transformers() -> None:
             text=True,
             check=True,
         )
-        found.add(ran.stdout.split()[-1])
+        *order, program = ran.stdout.split()
+        found.add(program)
+        orders.add(tuple(order))
+    assert len(orders) == 2
     assert len(found) == 1
