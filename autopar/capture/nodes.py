@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -48,12 +48,13 @@ def shares_memory(writer: fx.Node, place: fx.Node) -> bool:
     """Whether a node before one that writes has a tensor in the memory of what is written, but for those that write it too."""
     while mutates(place) and isinstance(place.args[0], fx.Node):
         place = place.args[0]
-    memory = _memory(place)
+    lies = memory(place)
     before = itertools.takewhile(lambda one: one is not writer, writer.graph.nodes)
-    return memory is None or any(_memory(one) == memory for one in before if one is not place and not mutates(one))
+    return lies is None or any(memory(one) == lies for one in before if one is not place and not mutates(one))
 
 
-def _memory(node: fx.Node) -> int | None:
+def memory(node: fx.Node) -> int | None:
+    """What memory a node's tensor lies in: the same number for a tensor and its views; None for what is no tensor."""
     traced = node.meta.get("val")
     return traced.untyped_storage()._cdata if isinstance(traced, torch.Tensor) else None
 
@@ -120,14 +121,19 @@ def returning(node: fx.Node) -> str:
     plain = re.sub(r"^__i", "__", name) if name.endswith("__") else name.removesuffix("_")
     packet = getattr(torch.ops.aten, plain, None)
     forms = {form: getattr(packet, form)._schema for form in (packet.overloads() if packet else ())}
-    taken = [(a.name, str(a.type)) for a in node.target._schema.arguments if not a.is_out]
-    alike = [form for form, s in forms.items() if not s.is_mutable and [(a.name, str(a.type)) for a in s.arguments] == taken]
+    taken = _taken([a for a in node.target._schema.arguments if not a.is_out])
+    alike = [form for form, s in forms.items() if not s.is_mutable and _taken(s.arguments) == taken]
     if variant not in alike:  # pow_.Scalar is pow.Tensor_Scalar
         variant = next(iter(alike), "")
     if not variant:
         fix = f"use the form of {plain} that returns its result"
         raise CaptureError(f"{node.target} has no functional variant", at=source(node), fix=fix)
     return f"aten.{plain}.{variant}"
+
+
+def _taken(arguments: Sequence[torch.Argument]) -> list[tuple[str, str]]:
+    """Names and types of arguments; that of `dropout_(self, p, train)` is `input` in `dropout`."""
+    return [(a.name if place else "", str(a.type)) for place, a in enumerate(arguments)]
 
 
 def without_generator(target: str, kwargs: Mapping[str, object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,3 +68,21 @@ def test_what_a_method_writes_is_in_the_program(name: str) -> None:
 
 def test_most_methods_run_with_these_arguments() -> None:
     assert sum(any(True for _ in ways(name)) for name in METHODS) > 100
+
+
+IN_PLACE = sorted(
+    name
+    for name, made in vars(nn).items()
+    if isinstance(made, type) and issubclass(made, nn.Module) and "inplace" in inspect.signature(made.__init__).parameters
+)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_module_that_works_in_place_is_the_one_that_does_not(name: str) -> None:
+    given, rank = {"Threshold": (0.1, 0.2)}.get(name, ()), {"Dropout3d": 5, "Dropout2d": 4}.get(name, 3)
+    x = torch.zeros([4] * rank, dtype=torch.float64)
+    in_place, other = (
+        capture(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), made), x).program
+        for made in (getattr(nn, name)(*given, inplace=True), getattr(nn, name)(*given))
+    )
+    assert [op.target for op in in_place.ops] == [op.target for op in other.ops]
