@@ -138,7 +138,7 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
     if memory_model in _LEAST:
         return _LEAST[memory_model]
     least = better = _least_of_both(formulated, memory_model, settings)
-    loop = BudgetLoop(formulated, memory_model, replace(settings, rens_nodes=0))
+    loop = BudgetLoop(formulated, memory_model, replace(settings, rens_nodes=0, tighten_halvings=0))
     while better is not None:
         least = better
         limit = math.floor((1 - settings.least_memory_step) * memory_model.walk(least).max())

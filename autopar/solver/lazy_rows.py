@@ -38,7 +38,7 @@ class LazyRows:
 
     def __init__(self, judge: Judge, convert: Callable[[Row], Row], rows: Iterable[Row], settings: SearchSettings) -> None:
         self.rows: dict[str, Row] = {row.name: row for row in rows}
-        self._met: dict[str, Row] = {}  # by these and by copies of them, as they were before they were tightened
+        self._met = dict(self.rows)  # and those of solutions of copies of these, as all were before they were tightened
         self._judge, self._convert, self._settings = judge, convert, settings
 
     def excess(self, window: Window, solution: Solution) -> list[Excess]:
@@ -72,11 +72,43 @@ class LazyRows:
         self.rows |= {row.name: row for row in rows}
         return [window.row(row) for row in rows]
 
+    def loosen(self) -> None:
+        """Rows are as they were before they were tightened: what one did not count of a solution it may count of all others."""
+        self.rows = {name: self._met[name] for name in self.rows}
+
     def copy(self) -> LazyRows:
         """A copy of these rows, which may be tightened here and not there; each hears of the moments that the other meets."""
         other = LazyRows(self._judge, self._convert, self.rows.values(), self._settings)
         other._met = self._met
         return other
+
+
+class Tightening:
+    """Rows of a search, tightened for what they do not count: by too little, solutions do not fit; by too much, none is left.
+
+    Once it was too much, what lies between is halved, `halvings` times at most.
+    """
+
+    def __init__(self, memory: LazyRows, window: Window, halvings: int) -> None:
+        self._memory, self._window, self._halvings = memory, window, halvings
+        self._less: dict[str, Row] | None = None  # by which the last solution did not fit
+        self._more: dict[str, Row] | None = None  # that left none
+
+    def tighter(self, solution: Solution, excess: Sequence[Excess]) -> list[Row]:
+        """Tighter rows than those by which a solution does not fit; none where these were halved too often."""
+        self._less = dict(self._memory.rows)
+        return self._memory.tightened(self._window, solution, excess) if self._more is None else self._between()
+
+    def looser(self) -> list[Row]:
+        """Looser rows than those that left no solution; none where they were not tightened, or halved too often."""
+        self._more = dict(self._memory.rows)
+        return self._between()
+
+    def _between(self) -> list[Row]:
+        self._halvings -= 1
+        if self._less is None or self._more is None or self._halvings < 0:
+            return []
+        return self._memory.take(self._window, halfway(self._less, self._more))
 
 
 def halfway(less: Mapping[str, Row], more: Mapping[str, Row]) -> list[Row]:

@@ -9,7 +9,7 @@ from autopar.solver.branch import branch, branch_open_choices, rens
 from autopar.solver.dive import dive
 from autopar.solver.highs import SolverResult, TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
-from autopar.solver.lazy_rows import Excess, LazyRows
+from autopar.solver.lazy_rows import Excess, LazyRows, Tightening
 from autopar.solver.members import WholeMembers
 from autopar.solver.problem import Row, Solution, row_bytes
 from autopar.solver.reduced_cost_fixing import Window
@@ -79,7 +79,7 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
         bound = relaxed.bound
         if relaxed.result is None and cutoff < math.inf:
             return Outcome(solution=None, bound=bound)
-    rows, best = memory.take(window, rows), None
+    rows, best, tightening = memory.take(window, rows), None, Tightening(memory, window, settings.tighten_halvings)
     while True:
         try:
             relaxed = relax_with_rows(search, memory, rows, cutoff)
@@ -90,14 +90,19 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
                 raise
             break
         if solution is None:
-            break
+            rows = tightening.looser() if best is None else []
+            if not rows:
+                break
+            continue
         bound = bound if search.tightened else max(bound, solution.bound)
         solution, excess, rows = _with_whole_members(search, memory, solution, math.inf if best is None else best.seconds)
         if not excess:
             best = solution if best is None or solution.seconds < best.seconds else best
             if not rows or best.gap <= settings.gap:
                 break
-        rows = rows or memory.tightened(window, solution, excess)
+        rows = rows or tightening.tighter(solution, excess)
+        if not rows:
+            break
     if best is None:
         return Outcome(solution=None, bound=bound)
     best = rerouted(search, memory, best)

@@ -325,6 +325,7 @@ class Solver:
                 return Outcome(solution=part.expand(found.solution), bound=bound, complete=found.seconds <= widest)
             if widest >= cutoff:
                 return Outcome(solution=None, bound=bound, complete=True)
+            memory.loosen()
         return Outcome(solution=None, bound=bound)
 
     def _proven(self, base: Core, memory: LazyRows, best: Solution, bound: float) -> Outcome:
