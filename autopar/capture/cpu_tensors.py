@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.equal_masks import constant_of, node_of
 from autopar.capture.known_values import untraced
-from autopar.capture.literals import LITERAL_LIMIT, literal
+from autopar.capture.literals import ELEMENTS_LIMIT, literal
 
 
 class CpuTensors:
@@ -68,7 +68,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _numbers(tensor: torch.Tensor) -> object:
     """The numbers that a tensor is made of; None if it is not made of numbers, or of too many."""
     node = node_of(tensor)
-    if node is None or node.op != "call_function" or tensor.numel() > LITERAL_LIMIT or len(node.all_input_nodes) != 1:
+    if node is None or node.op != "call_function" or tensor.numel() > ELEMENTS_LIMIT or len(node.all_input_nodes) != 1:
         return None
     held = constant_of(node.all_input_nodes[0])
     return None if held is None else untraced(held.tolist)

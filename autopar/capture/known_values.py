@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import source_location
 from autopar.capture.equal_masks import node_of, slot_of
+from autopar.capture.nodes import memory
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
 READING = (*ASKING, torch.Tensor.tolist)
@@ -210,10 +211,9 @@ def _shaped(node: fx.Node) -> bool:
 
 
 def _forget(known: dict[fx.Node, torch.Tensor], writer: fx.Node) -> None:
-    """Drop what lies in the same memory as anything from which what an operator writes is computed."""
-    sources = {one for place in _written(writer) for one in _sources(place)}
-    written = {_memory(known[one]) for one in sources if one in known and isinstance(known[one], torch.Tensor)}
-    for node in [one for one, value in known.items() if isinstance(value, torch.Tensor) and _memory(value) in written]:
+    """Drop what lies in the memory that an operator writes."""
+    written = {memory(place) for place in _written(writer)}
+    for node in [one for one in known if memory(one) in written]:
         del known[node]
 
 
@@ -224,10 +224,6 @@ def _written(writer: fx.Node) -> Iterator[fx.Node]:
         given = writer.kwargs.get(formal.name, writer.args[place] if place < len(writer.args) else None)
         if formal.is_write:
             yield from (one for one in pytree.tree_leaves(given) if isinstance(one, fx.Node))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 __all__ = ["ASKING", "READING", "KnownValues", "untraced"]

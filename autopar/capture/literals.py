@@ -8,13 +8,15 @@ x[[0, 2]]                     x[torch.tensor([0, 2])]
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TypeGuard
 
 import numpy as np
 import torch
 
-LITERAL_LIMIT = 1024  # elements of a literal tensor that may be written out as operators
+LITERAL_LIMIT = 1024  # operators that a literal tensor may be written out as: one for equal numbers in a row
+ELEMENTS_LIMIT = 2**20  # of a literal tensor
 
 
 def as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -34,15 +36,19 @@ def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         if _mixed(data):
             return _stacked(data, dtype)
         found = _numbers(data)
-        if found is None or len(found[1]) > LITERAL_LIMIT:
+        if found is None or len(found[1]) > ELEMENTS_LIMIT:
             return original(data, dtype=dtype, device=device, **rest)
         shape, numbers = found
+        runs = [list(alike) for _, alike in itertools.groupby(numbers, repr)]  # an identity matrix has two for each row
+        if len(runs) > LITERAL_LIMIT:
+            return original(data, dtype=dtype, device=device, **rest)
         common = dtype or _dtype(data, numbers)
         if not numbers:
             return torch.zeros(shape, dtype=common, device="meta")
         if not shape:
             return torch.full((), numbers[0], dtype=common, device="meta")
-        return torch.cat([torch.full((1,), number, dtype=common, device="meta") for number in numbers]).reshape(shape)
+        parts = [torch.full((len(alike),), alike[0], dtype=common, device="meta") for alike in runs]
+        return torch.cat(parts).reshape(shape)
 
     return tensor
 
@@ -102,7 +108,7 @@ def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] |
         return _numbers(data.tolist())
     if isinstance(data, (bool, int, float)):
         return (), [data]
-    if not isinstance(data, (list, tuple)):
+    if not isinstance(data, (list, tuple, range)):
         return None
     if not data:
         return (0,), []

@@ -86,11 +86,22 @@ def of_tensors_in_a_list(y: torch.Tensor) -> torch.Tensor:
     )
 
 
+def of_a_mask_behind_what_is_written(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.triu(y.new_ones(6, 6), diagonal=1).bool()
+    for _ in range(2):
+        scores = y.t() @ y
+        scores.mul_(0.5)  # computed from the mask, the second time, but elsewhere in memory
+        if mask.any().item():
+            scores = scores.masked_fill(mask, -1.0)
+        y = y @ scores
+    return y
+
+
 @pytest.mark.parametrize(
     "body",
     [
         *(of_a_mask, of_no_mask, of_steps, of_what_is_written, of_a_list, of_repeats, of_repeats_of_a_given_length),
-        *(of_distinct_values, of_tensors_in_a_list, of_an_empty_one_that_is_written),
+        *(of_distinct_values, of_tensors_in_a_list, of_an_empty_one_that_is_written, of_a_mask_behind_what_is_written),
     ],
 )
 def test_a_number_that_sizes_decide_is_known(body: Body) -> None:
@@ -118,7 +129,14 @@ def written_under_another_name(y: torch.Tensor) -> torch.Tensor:
     return y * 2 if mask.all() else y
 
 
-@pytest.mark.parametrize("body", [given, drawn, written, written_under_another_name])
+def written_behind_a_view(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(2, 3, device=y.device)
+    view = mask.view(6)
+    view[0] = y[0, 0]
+    return y * 2 if mask.all() else y
+
+
+@pytest.mark.parametrize("body", [given, drawn, written, written_under_another_name, written_behind_a_view])
 def test_a_number_that_values_decide_is_refused(body: Body) -> None:
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         capture(Does(body), X)
