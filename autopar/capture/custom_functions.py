@@ -49,13 +49,13 @@ def intercepted(handler: Handler) -> Iterator[None]:
 
 def by_autograd(function: type[Function], args: Sequence[object]) -> bool:
     """Whether a function has the results and gradients of its forward under autograd; False for one that cannot be run."""
-    return _apart(lambda: _equal(function, args if _elements(args) <= _LIMIT else _small(args))) is True
+    return apart(lambda: _equal(function, args if _elements(args) <= _LIMIT else _small(args))) is True
 
 
 def as_operator(function: type[Function], args: Sequence[object]) -> FunctionOperator | None:
     """The operator that calls a function on operands like these; None for one that no operator can call."""
     ways: list[Callable[[Sequence[object]], list[object]]] = [_small, list] if _elements(args) <= _LIMIT else [_small]
-    made = (_apart(functools.partial(_operator, function, args, way, below)) for way in ways for below in (2, 1))
+    made = (apart(functools.partial(_operator, function, args, way, below)) for way in ways for below in (2, 1))
     return next(filter(None, made), None)  # there may be no place 1
 
 
@@ -69,7 +69,7 @@ def _operator(
     return operator_of(call, [one.detach() for one in operands if isinstance(one, torch.Tensor)]) if call else None
 
 
-def _apart(run: Callable[[], _Found]) -> _Found | None:
+def apart(run: Callable[[], _Found]) -> _Found | None:
     """What a call returns in a thread of its own; None if it raises anything: the code is someone else's."""
     found: list[_Found] = []
 

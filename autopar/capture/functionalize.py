@@ -68,6 +68,11 @@ def upwards(handle: Handle) -> Iterator[Handle]:
         yield from upwards(handle.view.parent)
 
 
+def detached(handle: Handle) -> bool:
+    """Whether a tensor shares the memory of another one without its gradient: by detach() or .data."""
+    return any(one.view is not None and aten(one.view.target) == "detach" for one in upwards(handle))
+
+
 def read(handle: Handle) -> Ref:
     """The present value of a tensor; a stale view is computed again."""
     if handle.seen != handle.storage.version and handle.view is not None:
@@ -117,6 +122,8 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
             dim = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
             start = sum(shape[dim] for shape in view.shapes[: view.index])
             return emit("aten.slice_scatter.default", (parent, new, dim, start, start + view.shapes[view.index][dim]))
+        case "detach", _:  # autograd hears nothing of it behind a tensor that was detached, or .data
+            return emit(view.target, (new,))
         case _ if name == "unsqueeze" or kind is OpKind.RESHAPE:
             return emit("aten.reshape.default", (new, whole))
         case _ if kind in _SAME and value(new).shape == whole:

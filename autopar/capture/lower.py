@@ -64,12 +64,14 @@ def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall, builder: Builder
         target = spec.target or ""
         name = skeleton.first.get(target) or skeleton.names.get(id(traced.exported.constants.get(target)))
         if name is None:
-            at = next((nodes.source(user) for user in place.users), "")
-            raise CaptureError(
-                "forward uses a tensor that the graph cannot contain: one made of numbers there, or kept from elsewhere",
-                at=at,
-                fix="register it as a buffer, so that it can be placed on the devices",
-            )
+            if place.users:
+                raise CaptureError(
+                    "forward uses a tensor that the graph cannot contain: one made of numbers there, or kept from elsewhere",
+                    at=nodes.source(next(iter(place.users))),
+                    fix="register it as a buffer, so that it can be placed on the devices",
+                )
+            yield None
+            continue
         trained = spec.kind is InputKind.PARAMETER and builder.values[name].requires_grad
         owner = "the parameter " if trained else buffers.OWNER
         yield Handle(ref=Ref(name), storage=Storage(f"{owner}{name}"))
@@ -270,7 +272,7 @@ class Lowering:
             new = functionalize.straight_through(
                 new, before, lambda target, arguments: self.emission.emit(node, target, arguments, (), Region())[0][0]
             )
-        if buffer and self.builder.values[new.name].requires_grad:
+        if buffer and self.builder.values[new.name].requires_grad and not functionalize.detached(place):
             fix = "write it under torch.no_grad(), or what was detached"
             raise CaptureError(
                 f"{node.target} writes what has a gradient into {place.storage.owner}", at=nodes.source(node), fix=fix

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from autopar.capture.closures import Closures
 from autopar.capture.held_tensors import held_tensors
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
@@ -53,7 +55,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             f"{unregistered} requires a gradient, but is none of the model's parameters",
             fix="register it: an nn.Parameter as an attribute of a module, or in an nn.ParameterList or nn.ParameterDict",
         )
-    buffers = [*model.named_buffers(remove_duplicate=False), *held]
+    buffers = [*dense_buffers(model), *held]
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
@@ -75,8 +77,11 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
         memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=tensor.requires_grad and not frozen))
     _refuse_shared(parameters)
+    copied = dict[int, object](memo)
+    closures = Closures(model, copied)
     try:
-        hollow = copy.deepcopy(model, dict[int, object](memo))
+        hollow = copy.deepcopy(model, copied)
+        closures.fill()
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"
@@ -88,6 +93,20 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     values = {name: tensor.detach() for name, tensor in buffers if _readable(tensor)}
     names = {id(memo[id(tensor)]): first[name] for name, tensor in buffers}
     return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, names=names, values=values)
+
+
+def dense_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of a model by all of their names, without sparse ones outside the state dict, which no program reads.
+
+    Raises CaptureError for a sparse one of the state dict.
+    """
+    stored = model.state_dict(keep_vars=True)
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        if tensor.layout is torch.strided:
+            yield name, tensor
+        elif name in stored:
+            fix = "register it with persistent=False if forward does not read it, or store it dense: tensor.to_dense()"
+            raise CaptureError(f"the buffer {name} is sparse", fix=fix)
 
 
 def refuse_made(name: str, held: object) -> None:

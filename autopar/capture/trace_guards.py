@@ -38,6 +38,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import (
     assertions,
+    checkpoint_functions,
     covariance,
     custom_functions,
     embedding_bag,
@@ -46,6 +47,7 @@ from autopar.capture import (
     source_location,
     traced_losses,
 )
+from autopar.capture.assigned_buffers import AssignedBuffers
 from autopar.capture.assumptions import Answers
 from autopar.capture.carried_tensors import CarriedTensors
 from autopar.capture.cpu_tensors import CpuTensors, type_of_the_cpu
@@ -94,10 +96,11 @@ def watched(
         before = attributes(module)
         held = {name: one.tensor for name, one in held_tensors(module).items()}
         known = KnownValues(dict(module.named_buffers()) | held, values)
-        carried = CarriedTensors(module)
+        carried, buffers = CarriedTensors(module), AssignedBuffers(module)
         guards = Guards(generators, answers, known, carried, rows, registered.stand_ins())
         with guards, custom_functions.intercepted(guards.applied):
             result = call(*args, **kwargs)
+            buffers.write()
         guards.repairs.refuse()
         new = carried.made(pytree.tree_leaves((args, kwargs)))
         made.append(Traces(changes(module, before), new, frozenset(carried.read), known.decided, rows.answered()))
@@ -156,6 +159,7 @@ class Guards(TorchFunctionMode):
         asker = sys._getframe(1)
         frame = source_location.caller(func, asker)
         args, kwargs = self.of_the_cpu.moved(*standing_in(self.stand_ins, args, kwargs or {}))
+        _refuse_sparse(args, asker)
 
         def call(function: Callable[..., object], of: tuple[object, ...], given: dict[str, object]) -> object:
             return self.call(function, types, of, given, asker)
@@ -220,6 +224,9 @@ class Guards(TorchFunctionMode):
         """
         if self.applying or function.__module__.partition(".")[0] == "torch":
             return NotImplemented
+        if checkpoint := checkpoint_functions.checkpoint_of(function, args):
+            with contextlib.suppress(checkpoint_functions.UnknownLeafError):
+                return checkpoint.result(args)
         key = f"{id(function)}{[(one.shape, one.requires_grad) if isinstance(one, torch.Tensor) else one for one in args]}"
         if key not in self.functions:
             self.functions[key] = self.function(function, args)
@@ -244,20 +251,27 @@ class Guards(TorchFunctionMode):
 
     def enter(self, function: FunctionType, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a function of torch that is written in Python so that what it calls is guarded too."""
-        self.inside.add(function)  # some ask for modes by another name than `_body` answers
+        self.inside.add(function)  # some ask for modes by another name than `unasked` answers
         try:
             with self:
-                return _body(function)(*args, **kwargs)
+                return unasked(function)(*args, **kwargs)
         finally:
             self.inside.remove(function)
 
 
-def _body(function: FunctionType) -> Callable[..., object]:
-    """A function that does not ask whether there is a mode, which it would be handed to."""
-    unasked = function.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
-    made = FunctionType(function.__code__, unasked, function.__name__, function.__defaults__, function.__closure__)
+def unasked(function: Any) -> Callable[..., object]:
+    """A function of torch that does not ask whether there is a mode, which it would be handed to."""
+    names = function.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def _refuse_sparse(args: tuple[object, ...], frame: FrameType) -> None:
+    """Raise CaptureError for a sparse operand."""
+    if any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in args):
+        fix = "compute with tensor.to_dense(), or gather and scatter_add the rows that its indices name"
+        raise CaptureError("forward computes with a sparse tensor", at=source_location.of_frame(frame), fix=fix)
 
 
 def _asks(func: object, args: tuple[object, ...]) -> bool:
@@ -285,17 +299,23 @@ def _casting_as_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _registering(original: Callable[..., None]) -> Callable[..., None]:
-    """What registers a buffer, or assigns to it: one that there was not, or was None, is an attribute while forward runs, as
-    torch.export would write it into another tensor."""
+    """What registers a buffer, or assigns to it. One that there was not, or was None, is an attribute while forward runs, as
+    torch.export would write it into another tensor; of others it need not hear: see `AssignedBuffers`."""
     tracing, registers = threading.get_ident(), original is nn.Module.register_buffer
 
     @functools.wraps(original)
     def put(self: nn.Module, name: str, value: object, *rest: Any, **named: Any) -> None:
-        place = registers or name in vars(self).get("_buffers", {})
-        if not place or self._buffers.get(name) is not None or threading.get_ident() != tracing:
+        buffers = vars(self).get("_buffers", {})
+        if threading.get_ident() != tracing or not (registers or name in buffers):
             return original(self, name, value, *rest, **named)
-        warnings.filterwarnings("ignore", message=rf"The tensor attributes? self\.\S*{re.escape(name)}")  # until it is traced
-        vars(self)[name] = value
+        if buffers.get(name) is None:
+            message = rf"The tensor attributes? self\.\S*{re.escape(name)}"  # torch's, until it is traced
+            warnings.filterwarnings("ignore", message=message)
+            vars(self)[name] = value
+        elif value is None or isinstance(value, torch.Tensor):
+            buffers[name] = value
+        else:
+            original(self, name, value, *rest, **named)
         return None
 
     return put

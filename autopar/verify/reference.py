@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
 from autopar.capture.returned import read_result
+from autopar.capture.trace_guards import unasked
 from autopar.operators import row_named, writes
 from autopar.operators.facts import OpKind
 from autopar.passes.no_dropout import HALF
@@ -29,7 +30,7 @@ def module_results(
     seen by `_NoDropout`. `loss` says what is differentiated, by default `differentiated_sum`.
     """
     program, (args, kwargs) = captured.program, arguments(sample)
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), _dense_buffers(model)
     written = {name for op in program.ops for name in writes(op)}
     buffers |= {name: parameters[name] for name in written & parameters.keys()}  # frozen ones
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -41,7 +42,7 @@ def module_results(
         found = _gradients((loss or differentiated_sum)(outputs), held, leaves)
     result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=False)}
     result |= {("gradient", name): gradient for name, gradient in found.items()}
-    now = dict(model.named_buffers()) | {name: buffer for name, buffer in buffers.items() if name in parameters}
+    now = _dense_buffers(model) | {name: buffer for name, buffer in buffers.items() if name in parameters}
     for name, buffer in now.items():
         if name in before and (name in written or not torch.equal(buffer, before[name])):  # forward may register others
             result["buffer", name] = buffer.detach().clone()
@@ -53,19 +54,25 @@ def module_results(
     return result
 
 
+def _dense_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model, without sparse ones, which no program reads."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.layout is torch.strided}
+
+
 def _gradients(
     loss: torch.Tensor | None, held: Mapping[str, torch.Tensor], leaves: Iterable[object]
 ) -> dict[str, torch.Tensor]:
     """The gradients of a loss, zero where there is none; what the leaves have in `.grad` they have again afterwards.
 
-    By `backward`, which a reentrant checkpoint insists on.
+    By a backward, which a reentrant checkpoint insists on. It asks no mode whether it may run, which would not be asked then
+    about what a checkpoint runs again.
     """
     before = {leaf: leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
     for leaf in before:
         leaf.grad = None
     try:
         if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            unasked(torch.autograd.backward)(loss)
         return {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in held.items()}
     finally:
         for leaf, gradient in before.items():

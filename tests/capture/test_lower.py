@@ -174,6 +174,14 @@ def detached(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return y.detach() * y, y.argmax(-1), (y > 0).float(), torch.zeros_like(y), y.round()
 
 
+def written_detached(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    zeros, table = torch.zeros(6, device=y.device), torch.zeros(2, 6, device=y.device)
+    zeros.data.add_(y.sum(0))
+    other = table.detach()
+    other[1].add_(y.sum(0))
+    return zeros * y, table * y[:2], other * y[:2]
+
+
 def checkpointed(y: torch.Tensor) -> torch.Tensor:
     return checkpoint(torch.sin, y, use_reentrant=False) * y
 
@@ -194,12 +202,24 @@ def arrays(y: torch.Tensor) -> torch.Tensor:
     return y[rows[0]] * rows[1][:, None] + torch.from_numpy(np.arange(6.0)) + torch.cat([torch.tensor([]), y.detach()[0]])
 
 
+def ranges(y: torch.Tensor) -> torch.Tensor:
+    return y[:, torch.as_tensor(range(1, 5, 2)).to(y.device)] * torch.tensor(range(2))
+
+
+def identity(y: torch.Tensor) -> torch.Tensor:
+    wide = torch.from_numpy(np.eye(64, dtype=np.float32).flatten())  # PointNet's: 4096 numbers in 127 runs
+    return y.sum() * wide.view(64, 64) + torch.tensor([0.0, -0.0, 0.0]).reciprocal().view(3, 1, 1)
+
+
 def of_its_dtype(y: torch.Tensor) -> torch.Tensor:
     places = y.argmax(-1).new_tensor([2, 0])
     return y[places] * y.new_tensor(0.5) + y.new_tensor([[1, 2, 3, 4, 5, 6]]) + y.new_tensor([y.detach().sum(), 2]).sum()
 
 
-@pytest.mark.parametrize("body", [no_grad, given_back, detached, checkpointed, literals, lists, arrays, of_its_dtype])
+@pytest.mark.parametrize(
+    "body",
+    [no_grad, given_back, detached, written_detached, checkpointed, literals, lists, arrays, ranges, identity, of_its_dtype],
+)
 def test_gradients_stop_where_they_stop_in_the_module(body: Callable[[torch.Tensor], object]) -> None:
     interpreter.check(Does(body), X)
 
@@ -236,13 +256,14 @@ def test_batch_norm_stays_whole_and_counts_its_batches() -> None:
 
 
 class Remembers(nn.Module):
-    """A running mean, a scale that the backward needs as it was, a count of calls, and a table of which one row is written."""
+    """Running means, a scale that the backward needs as it was, a count of calls, and a table of which one row is written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(6, 6)
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("scale", torch.linspace(1, 2, 6))
+        self.register_buffer("spread", torch.zeros(6))
         self.register_buffer("calls", torch.tensor(2))
         self.register_buffer("table", torch.ones(3, 6))
 
@@ -252,8 +273,9 @@ class Remembers(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(self.lin(x).mean(0), alpha=0.1)
             torch.mul(self.mean, 2, out=self.table[1])
+        self.spread.data.mul_(0.9).add_(before.square().sum(0), alpha=0.1)  # the buffer itself has no gradient
         self.calls += 1
-        return self.lin(x - self.mean) * self.calls + self.table.sum() + before
+        return self.lin(x - self.mean) * self.calls + self.table.sum() + before + self.spread
 
 
 def test_buffers_keep_what_is_written_into_them() -> None:

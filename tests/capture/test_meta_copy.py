@@ -110,3 +110,12 @@ def test_hooks_of_modules_are_captured() -> None:
     model.register_forward_hook(lambda module, given, result: result + 1)
     targets = [op.target for op in capture(model, torch.ones(8, 4)).program.ops]
     assert targets == ["aten.linear.default", "aten.mul.Tensor", "aten.relu.default", "aten.add.Tensor"]
+
+
+def test_a_sparse_buffer_that_nothing_reads_is_left_out_and_one_of_the_state_dict_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("graph", torch.eye(4).to_sparse(), persistent=False)
+    assert not capture(model, torch.ones(2, 4)).program.buffers
+    model.register_buffer("other", torch.eye(4).to_sparse())
+    with pytest.raises(CaptureError, match="the buffer other is sparse"):
+        capture(model, torch.ones(2, 4))

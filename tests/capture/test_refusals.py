@@ -23,6 +23,7 @@ class Does(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 4)
         self.register_buffer("kept", torch.ones(4))
+        self.register_buffer("graph", torch.eye(8).to_sparse(), persistent=False)  # most read no such thing
         self.scale = torch.tensor(0.5)
         self.body = body
 
@@ -157,6 +158,10 @@ def observed(self: Does, x: torch.Tensor) -> torch.Tensor:
     return torch.fused_moving_avg_obs_fake_quant(self.lin.weight, on, on, *numbers, 0.01, -128, 127, -1) @ x.t()
 
 
+def sparse(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(self.graph, self.lin(x))
+
+
 def resized(self: Does, x: torch.Tensor) -> torch.Tensor:
     return self.lin(x).detach().resize_(3)
 
@@ -194,6 +199,7 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (quantized, "fake_quantize_per_tensor_affine_cachemask has no fake implementation", "with other operators"),
         (observed, "obs_fake_quant.default writes into running_min, running_max, scale, zero_point", "returns its result"),
         (resized, "aten.resize_.default changes the size of a tensor", "reshape"),
+        (sparse, "forward computes with a sparse tensor", "to_dense"),
         (broken, "Does cannot be captured: no such thing", "the error above"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.plan.options import Options
@@ -433,3 +434,21 @@ def test_verify_says_what_was_made_certain_and_what_draws_in_spite_of_it() -> No
     drawing = autopar.verify(Layer(lambda _, y: (y * torch.randperm(8)[:, None]).sum()), X, on)
     assert not drawing.ok
     assert "aten.randperm.default draws random numbers of its own at " in drawing.notes[0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_has_the_numbers_of_its_forward(threads: Threads, reentrant: bool) -> None:
+    def again(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda z: m.drop(z.sin() ** 2).sin(), y, use_reentrant=reentrant).sum()  # type: ignore[operator]
+
+    model = Layer(again)
+    model.drop = nn.Dropout(0.5)
+    report = verified((model, X), "auto", threads)
+    assert report.ok, str(report)
+
+
+def test_a_sparse_buffer_that_nothing_reads_is_no_part_of_the_plan(threads: Threads) -> None:
+    model = Layer(lambda _, y: y.square().sum())
+    model.register_buffer("heads", torch.eye(4).bool().to_sparse(), persistent=False)
+    report = verified((model, X), "fsdp", threads)
+    assert report.ok, str(report)

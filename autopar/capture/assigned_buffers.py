@@ -1,0 +1,71 @@
+"""Buffers that forward replaces, `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`, become writes into them when it ends.
+
+torch.export sees this of the outermost module alone, and only where an attribute is set. Up to the end whatever was read before
+is as it was, and whatever is read afterwards is the new tensor, as in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """A buffer of a module as it is before forward."""
+
+    module: nn.Module
+    path: str
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def now(self) -> object:
+        """What the module has there now."""
+        return self.module._buffers.get(self.name)
+
+
+class AssignedBuffers:
+    """The buffers of a model before a call of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [
+            _Slot(module=module, path=f"{path}.{name}".strip("."), name=name, tensor=tensor)
+            for path, module in model.named_modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+
+    def write(self) -> None:
+        """Write what modules have in the places of their buffers into these, after a call.
+
+        Raises CaptureError for what is no such tensor, and for a buffer of which other modules keep what was there before.
+        """
+        assigned = [slot for slot in self._slots if slot.now is not slot.tensor]
+        held, before = Counter(id(slot.tensor) for slot in self._slots), [slot.tensor for slot in assigned]
+        new = [_written(slot, before, shared=held[id(slot.tensor)] > 1) for slot in assigned]
+        for slot, tensor in zip(assigned, new, strict=True):
+            slot.module._buffers[slot.name] = slot.tensor
+            slot.tensor.copy_(tensor)
+
+
+def _written(slot: _Slot, before: list[torch.Tensor], *, shared: bool) -> torch.Tensor:
+    """What is written into a buffer: a copy of what lies in the memory of one that is written `before` it, perhaps."""
+    now, fix = slot.now, "write into it: buffer.copy_(...), or keep what changes so outside of buffers"
+    if not isinstance(now, torch.Tensor):
+        raise CaptureError(f"forward replaces the buffer {slot.path} by {now}", fix=fix)
+    if (now.shape, now.dtype) != (slot.tensor.shape, slot.tensor.dtype):
+        kinds = [f"{str(one.dtype).removeprefix('torch.')} of shape {tuple(one.shape)}" for one in (slot.tensor, now)]
+        raise CaptureError(f"forward replaces the buffer {slot.path}, {kinds[0]}, by {kinds[1]}", fix=fix)
+    if shared:
+        raise CaptureError(f"forward replaces the buffer {slot.path}, which another module keeps as it was", fix=fix)
+    memory = now.untyped_storage()._cdata
+    return now.clone() if any(one.untyped_storage()._cdata == memory for one in before) else now
+
+
+__all__ = ["AssignedBuffers"]
