@@ -6,7 +6,7 @@ signature    how the model is called
 returned     what it returns
 static_inputs inputs that are sizes, as literals
 assumptions  what the user says of values that a graph cannot know, and what was asked
-decided      buffers of integers that a size or a branch depends on
+decided      buffers of integers, or one number, that a size or a branch depends on
 python_state what Python code keeps between calls, and a graph has once for ever
 empty_selections  questions whether a mask selects anything, which are answered as if it did
 implications whether what is selected below such a question is nothing where it says so

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autopar.capture.equal_masks import node_of
+from autopar.capture.nodes import source
 from autopar.errors import CaptureError
 
 
@@ -56,14 +58,19 @@ class AssignedBuffers:
 
 def _written(slot: _Slot, before: list[torch.Tensor], *, shared: bool) -> torch.Tensor:
     """What is written into a buffer: a copy of what lies in the memory of one that is written `before` it, perhaps."""
-    now, fix = slot.now, "write into it: buffer.copy_(...), or keep what changes so outside of buffers"
+    now, said = slot.now, f"forward replaces the buffer {slot.path}"
+    fix = "write into it: buffer.copy_(...), or keep what changes so outside of buffers"
     if not isinstance(now, torch.Tensor):
-        raise CaptureError(f"forward replaces the buffer {slot.path} by {now}", fix=fix)
+        raise CaptureError(f"{said} by {now}", fix=fix)
+    node = node_of(now)
+    at = source(node) if node is not None else ""
     if (now.shape, now.dtype) != (slot.tensor.shape, slot.tensor.dtype):
         kinds = [f"{str(one.dtype).removeprefix('torch.')} of shape {tuple(one.shape)}" for one in (slot.tensor, now)]
-        raise CaptureError(f"forward replaces the buffer {slot.path}, {kinds[0]}, by {kinds[1]}", fix=fix)
+        raise CaptureError(f"{said}, {kinds[0]}, by {kinds[1]}", at=at, fix=fix)
+    if now.requires_grad:
+        raise CaptureError(f"{said} by what has a gradient", at=at, fix="compute it under torch.no_grad(), or detach it")
     if shared:
-        raise CaptureError(f"forward replaces the buffer {slot.path}, which another module keeps as it was", fix=fix)
+        raise CaptureError(f"{said}, which another module keeps as it was", at=at, fix=fix)
     memory = now.untyped_storage()._cdata
     return now.clone() if any(one.untyped_storage()._cdata == memory for one in before) else now
 

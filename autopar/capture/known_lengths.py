@@ -1,7 +1,7 @@
 """Results that are as long as numbers say which are known while a model is traced.
 
     torch.repeat_interleave(x, repeats)      x at the places that are counted: x[[0, 0, 1]] for [2, 1]
-    torch.unique_consecutive(x)              x where it is another than before: x[[0, 2]] for [5, 5, 6]
+    torch.unique_consecutive(x)              x where it is another than before: x[[0, 2]] for [5, 5, 6]; and its counts, [2, 1]
 
 The graph computes the places, by comparisons with the running sum of the counts, or by a sort.
 """
@@ -19,17 +19,18 @@ _SORTED = (torch.unique, torch.Tensor.unique)
 
 def as_long_as_known(
     func: object, args: tuple[object, ...], kwargs: dict[str, object], count: Count, total: Count
-) -> torch.Tensor | None:
+) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
     """What a function returns whose result is as long as known numbers say; None for others, and where they are not known.
 
     `count` has the true values of a mask, `total` the sum of integers, if these are known.
     """
     if func in _REPEATING:
         return _repeated(args, kwargs, total)
-    more = [value for name, value in kwargs.items() if name != "sorted" and value is not False and value is not None]
-    if func in _DISTINCT and len(args) == 1 and not more and isinstance(x := args[0], torch.Tensor):
+    more = {name for name, value in kwargs.items() if name != "sorted" and value is not False and value is not None}
+    if func in _DISTINCT and len(args) == 1 and more <= {"return_counts"} and isinstance(x := args[0], torch.Tensor):
         flat = x.reshape(-1)
-        return _distinct(torch.sort(flat).values if func in _SORTED and len(flat) else flat, count)
+        found = _distinct(torch.sort(flat).values if func in _SORTED and len(flat) else flat, count)
+        return found if found is None or more else found[0]
     return None
 
 
@@ -50,13 +51,16 @@ def _repeated(args: tuple[object, ...], kwargs: dict[str, object], total: Count)
     return x.index_select(dim, found) if isinstance(x, torch.Tensor) and isinstance(dim, int) else found
 
 
-def _distinct(x: torch.Tensor, count: Count) -> torch.Tensor | None:
-    """A tensor of one dim without what equals the element before it."""
+def _distinct(x: torch.Tensor, count: Count) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A tensor of one dim without what equals the element before it, and how many equal ones there were of each."""
     if len(x) < 2:
-        return x
+        return x, torch.ones_like(x, dtype=torch.int64)
     other = torch.cat([torch.ones(1, dtype=torch.bool, device=x.device), x[1:] != x[:-1]])
     found = true_places(other, count)
-    return None if found is None else x[found]
+    if found is None:
+        return None
+    (places,) = found
+    return x[places], torch.cat([places[1:], torch.full((1,), len(x), device=x.device)]) - places
 
 
 __all__ = ["as_long_as_known"]

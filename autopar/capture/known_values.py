@@ -1,4 +1,4 @@
-"""Numbers that are known while a model is traced: those of tensors made from sizes, other numbers and buffers of integers.
+"""Numbers that are known while a model is traced: those of tensors made from sizes, other numbers and buffers that may decide.
 
     mask = torch.ones(x.shape[:2], device=x.device)
     if (mask > 0).any():                               ->   True

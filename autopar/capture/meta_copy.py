@@ -31,7 +31,7 @@ READABLE = 1024  # elements of a buffer of integers whose values are looked at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaCopy:
-    """A model on the meta device, what it holds, the first name of each name, and the values of small buffers of integers."""
+    """A model on the meta device, what it holds, the first name of each name, and the values of buffers that may decide."""
 
     module: nn.Module
     parameters: tuple[Parameter, ...]
@@ -90,7 +90,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     persistent = set(model.state_dict(keep_vars=True))
     known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
-    values = {name: tensor.detach() for name, tensor in buffers if _readable(tensor)}
+    values = {name: _as(tensor.detach(), dtype) for name, tensor in buffers if _readable(tensor)}
     names = {id(memo[id(tensor)]): first[name] for name, tensor in buffers}
     return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, names=names, values=values)
 
@@ -117,8 +117,9 @@ def refuse_made(name: str, held: object) -> None:
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    """Whether a buffer holds few integers, which may decide a size or a branch."""
-    return not (tensor.is_meta or tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= READABLE
+    """Whether a buffer holds few integers or one number, which may decide a size or a branch."""
+    most = 1 if tensor.is_floating_point() else READABLE
+    return not (tensor.is_meta or tensor.is_complex()) and tensor.numel() <= most
 
 
 def _forget_caches(hollow: nn.Module) -> None:
@@ -143,8 +144,13 @@ def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:
             raise CaptureError(f"{first} and {second} are parameters that share memory without being the same", fix=fix)
 
 
+def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor in a dtype, if it is floating and there is one."""
+    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+
 def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None, *, trained: bool) -> torch.Tensor:
-    empty = tensor.detach().to("meta", dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+    empty = _as(tensor.detach().to("meta"), dtype)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=trained)
     return empty.requires_grad_(trained)

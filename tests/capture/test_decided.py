@@ -1,4 +1,4 @@
-"""Buffers of integers that decide a size or a branch: their values are known, and must stay what they were."""
+"""Buffers of integers, or of one number, that decide a size or a branch: values are known, and must stay what they were."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Padded(nn.Module):
         self.register_buffer("stride", torch.tensor(2))
         self.register_buffer("sizes", torch.tensor([2, 1, 3]))
         self.register_buffer("steps", torch.tensor(0))
-        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("inited", torch.Tensor([True]))
+        self.register_buffer("scale", torch.tensor([2.0, 2.0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(self, self.layer(x))
@@ -60,7 +61,12 @@ def also_a_value(self: Padded, y: torch.Tensor) -> torch.Tensor:
     return y[:, : self.stride] * self.stride + self.steps
 
 
-READING = [branch, padding, parts, also_a_value]
+def flag(self: Padded, y: torch.Tensor) -> torch.Tensor:
+    """As EnCodec asks whether its codebook is initialised: a flag among floating numbers."""
+    return y.sin() * self.inited if self.inited else y
+
+
+READING = [branch, padding, parts, also_a_value, flag]
 
 
 @pytest.mark.parametrize("body", READING)
@@ -105,6 +111,16 @@ def test_numbers_are_the_users_on_a_mesh(body: Body, pool: WorkerPool) -> None:
     assert verify(Padded(body), X, (2,), None, Options(), pool).ok
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_a_flag_is_asked_in_the_dtype_of_the_model(precision: str) -> None:
+    parallel = autopar.parallelize(Padded(flag), X, (1,), precision=precision)
+    assert parallel(X).isfinite().all()
+    with torch.no_grad():
+        parallel.get_buffer("inited").zero_()
+    with pytest.raises(InputError, match="inited has another value"):
+        parallel(X)
+
+
 def counting(self: Padded, y: torch.Tensor) -> torch.Tensor:
     y = y.sin() if self.steps < 3 else y
     self.steps += 1
@@ -125,7 +141,7 @@ def test_what_forward_counts_beside_it_is_kept() -> None:
     assert set(capture(Padded(counted), X).decided.values) == {"kernel"}
 
 
-@pytest.mark.parametrize("model", [Padded(branch).to("meta"), Padded(lambda self, y: y if self.scale > 1 else y.sin())])
+@pytest.mark.parametrize("model", [Padded(branch).to("meta"), Padded(lambda self, y: y if self.scale.sum() > 1 else y.sin())])
 def test_what_has_no_value_or_is_no_integer_is_refused(model: nn.Module) -> None:
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         capture(model, X)

@@ -76,6 +76,9 @@ def of_repeats_of_a_given_length(y: torch.Tensor) -> torch.Tensor:
 def of_distinct_values(y: torch.Tensor) -> torch.Tensor:
     steps = torch.arange(6, device=y.device).mul(2) % 6
     runs, sorted_ = torch.unique_consecutive(steps // 4), steps.unique()
+    _, counts = torch.unique_consecutive(torch.tensor([5, 5, 6, 5]), return_counts=True)
+    each, of_each = torch.unique(torch.tensor([5, 5, 6, 5]), return_counts=True)
+    y = y + torch.cat([y[: counts[0]], y[-len(each) :]]) * of_each[0]
     return y[:, sorted_] * 2 + torch.zeros(len(runs), 4, 3, device=y.device)[runs].sum() + torch.unique(steps).sum()
 
 

@@ -132,7 +132,7 @@ def elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
 
 
 def loaded(self: Does, x: torch.Tensor) -> torch.Tensor:
-    return x * torch.tensor([1.0] * 1100).sum()
+    return x * torch.tensor([float(n) for n in range(1100)]).sum()
 
 
 def broken(self: Does, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (hook, r"a hook on a tensor of shape \(8, 4\) would be lost", "torch.library.custom_op"),
         (changed_input, "aten.add_.Tensor changes the input x", "compute a new tensor"),
         (changed_weight, "aten.clamp_.default changes the parameter lin.weight", "compute a new tensor"),
-        (differentiable_buffer, "aten.copy_.default writes what has a gradient into the buffer kept", "torch.no_grad"),
+        (differentiable_buffer, "forward replaces the buffer kept by what has a gradient", "torch.no_grad"),
         (gradient, "torch.autograd.grad inside of forward would be lost", "write the gradient out"),
         (packed, "pack_padded_sequence makes a shape that depends on the values", "the padded batch"),
         (strided, "aten.zero_.default writes through a view by as_strided", "torch.where, cat or stack"),
