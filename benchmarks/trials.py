@@ -16,7 +16,7 @@ import resource
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -162,9 +162,8 @@ def own_digits(module: torch.nn.Module, sample: Record, captured: Captured, trie
 
 def exported(module: torch.nn.Module, sample: dict[str, torch.Tensor]) -> str:
     """What torch.export says of a module and its sample: "" where it takes them."""
-    caching = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     try:
-        torch.export.export(copy.deepcopy(module), (), {**sample, **caching}, strict=False)
+        torch.export.export(copy.deepcopy(module), (), sample | _uncached(module), strict=False)
     except Exception as error:
         return said(error)
     return ""
@@ -172,15 +171,18 @@ def exported(module: torch.nn.Module, sample: dict[str, torch.Tensor]) -> str:
 
 def exported_differs(module: torch.nn.Module, sample: dict[str, torch.Tensor]) -> bool:
     """Whether what torch.export makes of a module computes something else too: a library may ask whether it is traced."""
-    results = []
-    for called in (
-        module,
-        torch.export.export(copy.deepcopy(module), (), sample | {"use_cache": False}, strict=False).module(),
-    ):
+    results, given = [], sample | _uncached(module)
+    for called in (module, torch.export.export(copy.deepcopy(module), (), given, strict=False).module()):
         torch.manual_seed(0)
-        found = called(**sample, use_cache=False)
-        results.append([one for one in torch.utils._pytree.tree_leaves(dict(found)) if isinstance(one, torch.Tensor)])
+        found = called(**given)
+        leaves = torch.utils._pytree.tree_leaves(dict(found) if isinstance(found, Mapping) else found)
+        results.append([one for one in leaves if isinstance(one, torch.Tensor)])
     return any(error(ours, theirs) > 1e-4 for ours, theirs in zip(*results, strict=True))
+
+
+def _uncached(module: torch.nn.Module) -> Record:
+    """What has a model of transformers return no cache."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
 
 
 def said(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Capture: an ordinary module becomes a Program, and its call a Signature.
 
 meta_copy    a copy without weights, on the meta device
+closures     functions in attributes of the model, copied with the modules that they know
 nested       the paths of leaves in what users pass and get
 signature    how the model is called
 returned     what it returns
@@ -12,6 +13,9 @@ empty_selections  questions whether a mask selects anything, which are answered 
 implications whether what is selected below such a question is nothing where it says so
 equal_programs  whether two programs compute the same
 trace        torch.export, guarded against what it would drop silently
+assigned_buffers  what forward puts into the places of buffers, as writes into them
+custom_functions  an autograd.Function as autograd's of its forward, or as an operator
+checkpoint_functions  one that runs a callable again in its backward, as a call of that
 registered_tensors  parameters and buffers that are reached otherwise than by the modules that hold them
 joined_selections  rows that a mask selects, joined with others and scattered
 cpu_tensors  tensors that forward makes on the CPU, by numbers or by operators

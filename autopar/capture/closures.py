@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import CellType, FunctionType, MethodType
 
+import torch
 from torch import nn
 
 from autopar.capture.python_state import MOST_ELEMENTS
@@ -20,16 +21,27 @@ HOLDING = dict, list, tuple, set, frozenset, MethodType, functools.partial, Func
 Memo = dict[int, object]  # of copy.deepcopy: by the id of an object, what stands for it in the copy
 
 
-class Closures:
+def copied_model(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = None) -> nn.Module:
+    """A copy of a model, and of the functions in its attributes that know it; `tensors` has what stands for those of the model,
+    by their ids. Raises what `copy.deepcopy` does."""
+    memo: Memo = dict(tensors or {})
+    closures = _Closures(model, memo)
+    made = copy.deepcopy(model, memo)
+    closures.fill()
+    return made
+
+
+class _Closures:
     """The functions of a model that are to be copied with it.
 
     Args:
         model: what is copied.
-        memo: that of the copy, which has the model's tensors. Here it gets functions whose closures are empty until `fill`.
+        memo: that of the copy. Here it gets functions whose closures are empty until `fill`.
     """
 
     def __init__(self, model: nn.Module, memo: Memo) -> None:
-        self._memo, self._of_model = memo, {*memo, *(id(module) for module in model.modules())}
+        tensors = (*model.parameters(), *model.buffers())
+        self._memo, self._of_model = memo, {*memo, *map(id, tensors), *map(id, model.modules())}
         self._functions: list[tuple[FunctionType, FunctionType]] = []
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._known: dict[int, tuple[object, bool]] = {}
@@ -97,4 +109,4 @@ def _parts(held: object) -> Iterable[object]:
     return ()
 
 
-__all__ = ["Closures"]
+__all__ = ["copied_model"]

@@ -6,7 +6,6 @@ module holds under several names stays one tensor.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.capture.closures import Closures
+from autopar.capture.closures import copied_model
 from autopar.capture.held_tensors import held_tensors
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
@@ -77,11 +76,8 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
         memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=tensor.requires_grad and not frozen))
     _refuse_shared(parameters)
-    copied = dict[int, object](memo)
-    closures = Closures(model, copied)
     try:
-        hollow = copy.deepcopy(model, copied)
-        closures.fill()
+        hollow = copied_model(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"

@@ -40,6 +40,7 @@ class OpKind(Enum):
     EXPAND = "the operand broadcast"
     FILL = "one number everywhere"
     DRAW = "floating-point numbers drawn from a distribution, and nothing else"
+    DRAW_INTEGERS = "whole numbers drawn from a range, and nothing else"
     DROPOUT = "the operand with some elements zeroed by a mask of its size"
     AND = "true where both operands are"
     OR = "true where one of the operands is"

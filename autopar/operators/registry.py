@@ -70,10 +70,10 @@ OTHERS: Mapping[str, Rule] = {
     "aten.conv_tbc.default": Rule(autocast=Autocast.LOWER),
 }
 UNKNOWN = Rule()
-# Operators that write, and those that return what they write, where neither name nor overload tells.
+# Operators that write, and those that return what they write, where the name does not tell, or is a word of Python (`from`).
 RETURNING = {
     "aten.bernoulli_.float": "aten.bernoulli.p", "aten.normal_.default": "aten.normal_functional.default",
-    "aten.transpose_.default": "aten.transpose.int",
+    "aten.transpose_.default": "aten.transpose.int", "aten.random_.from": "aten.randint_like.low_dtype",
 }  # fmt: skip
 REGISTERED: dict[str, Rule] = {}  # the user's, by `autopar.register_rule`
 FOUND: dict[str, Rule] = {}  # of the user's autograd functions, by `autopar.operators.autograd_functions`

@@ -10,10 +10,11 @@ from autopar.operators import row_of, training_flag
 from autopar.operators.facts import OpKind
 
 HALF = 0.5  # in place of numbers from any distribution
+DRAWS = OpKind.DRAW, OpKind.DRAW_INTEGERS
 
 
 def without_dropout(program: Program) -> Program:
-    """Set dropout rates to zero and replace random tensors by constants of one half.
+    """Set dropout rates to zero and replace random tensors by constants: one half, or the least of a range of whole numbers.
 
     Ops keep their names and factors, so that a plan for the program is a plan for the result.
 
@@ -22,13 +23,15 @@ def without_dropout(program: Program) -> Program:
     c = rrelu(x, 0.1, 0.3, True)                      c = rrelu(x, 0.1, 0.3, False)
     d = rand([4, 8])                                  d = full([4, 8], 0.5)
     e = bernoulli(x, 0.9)                             e = full_like(x, 0.5)
+    f = randint(2, 10, [4])                           f = full([4], 2)
+    g = randperm(4)                                   g = full([4], 0)
     """
     return replace(program, ops=tuple(map(_certain, program.ops)))
 
 
 def drawn(op: Op) -> bool:
     """Whether `without_dropout` replaces an op by a constant: it draws numbers and passes no gradient on."""
-    return row_of(op).kind is OpKind.DRAW and len(op.operands) < 2 and not op.requires_grad
+    return row_of(op).kind in DRAWS and len(op.operands) < 2 and not op.requires_grad
 
 
 def _certain(op: Op) -> Op:
@@ -36,9 +39,11 @@ def _certain(op: Op) -> Op:
     if drawn(op):
         named = bound(op)
         target = "aten.full_like.default" if op.operands else "aten.full.default"
-        shape = {"self": Ref(op.operands[0])} if op.operands else {"size": named["size"]}
+        size = (named["n"],) if "n" in named else named.get("size")
+        shape = {"self": Ref(op.operands[0])} if op.operands else {"size": size}
+        value = HALF if row.kind is OpKind.DRAW else named.get("low", named.get("from", 0))
         dtype = {"dtype": op.results[0].dtype, "device": named.get("device")}
-        args, kwargs = packed(target, shape | {"fill_value": HALF} | dtype)
+        args, kwargs = packed(target, shape | {"fill_value": value} | dtype)
         return replace(op, target=target, args=args, kwargs=kwargs)
     if row.rate:
         return _with(op, {row.rate: 0.0})

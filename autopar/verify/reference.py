@@ -15,7 +15,7 @@ from autopar.capture.returned import read_result
 from autopar.capture.trace_guards import unasked
 from autopar.operators import row_named, writes
 from autopar.operators.facts import OpKind
-from autopar.passes.no_dropout import HALF
+from autopar.passes.no_dropout import DRAWS, HALF
 from autopar.runtime.storage import local_part_like, to_local
 
 Loss = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]  # of outputs
@@ -116,7 +116,7 @@ def loss_weights(shape: Sequence[int], factor: int, dtype: torch.dtype) -> torch
 
 
 class _NoDropout(TorchFunctionMode):
-    """Sets dropout rates to 0 in every function that has one, and replaces random tensors by constants."""
+    """Sets dropout rates to 0 in every function that has one, and replaces random tensors as `without_dropout` does."""
 
     def __torch_function__(
         self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -138,8 +138,16 @@ class _NoDropout(TorchFunctionMode):
         if name == "rrelu":
             args, given = args[:3], {n: a for n, a in given.items() if n != "training"}
         found: object = func(*args, **given)  # type: ignore[operator]
-        fixed = kind is OpKind.DRAW and isinstance(found, torch.Tensor) and found.is_floating_point()
-        return found.fill_(HALF) if fixed and isinstance(found, torch.Tensor) else found
+        if kind in DRAWS and isinstance(found, torch.Tensor):
+            return found.fill_(HALF if kind is OpKind.DRAW else _least(args, given))
+        return found
+
+
+def _least(args: Sequence[object], given: Mapping[str, object]) -> int:
+    """The least of the whole numbers that a function draws from: `(high)` or `(low, high)`, beside tensors and sizes."""
+    ends = [one for one in args if isinstance(one, int)] + [given[name] for name in ("high", "to") if name in given]
+    low = given.get("low", given.get("from", ends[0] if len(ends) > 1 else 0))
+    return low if isinstance(low, int) else 0
 
 
 __all__ = ["Loss", "arguments", "differentiated_sum", "module_results"]

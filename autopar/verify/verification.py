@@ -23,6 +23,8 @@ from autopar.ir.dynamic_dims import declared, describe_sizes, dim_sizes, numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, overload
 from autopar.ir.schema import bound
+from autopar.operators import row_of
+from autopar.operators.facts import OpKind
 from autopar.parallelize import assemble, tensors_of
 from autopar.passes.no_dropout import HALF, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
@@ -100,8 +102,11 @@ def _notes(program: Program) -> Iterator[str]:
     fixed = [before != after for before, after in zip(program.ops, certain.ops, strict=True) if not drawn(before)]
     if any(fixed):
         yield "dropout was 0 on both sides"
-    if any(map(drawn, program.ops)):
+    kinds = {row_of(op).kind for op in program.ops if drawn(op)}
+    if OpKind.DRAW in kinds:
         yield f"random numbers were {HALF} on both sides"
+    if OpKind.DRAW_INTEGERS in kinds:
+        yield "random integers were the least of their range on both sides"
     for op in certain.ops:
         named = dict(bound(op))
         idle = named.get("p") == 0 or named.get("dropout_p") == 0 or named.get("dropout") == 0 or named.get("training") is False

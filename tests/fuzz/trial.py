@@ -5,7 +5,6 @@ The ranks are threads (`autopar.runtime.threaded_ranks`), so a pair of a graph a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Captured
+from autopar.capture.closures import copied_model
 from autopar.codegen import ParallelModule
 from autopar.errors import AutoparError
 from autopar.ir.dynamic_dims import declared, describe_sizes, numbers
@@ -282,7 +282,8 @@ class Tried:
         result |= {("gradient", n): t.grad for n, t in module.named_parameters() if n in held and t.grad is not None}
         result |= {("gradient", v.name): x.grad for v, x in zip(program.inputs, given, strict=True) if x.grad is not None}
         buffers = dict(module.named_buffers())
-        return result | {("buffer", name): buffers[name] for op in program.ops for name in writes(op)}
+        written = {name for op in program.ops for name in writes(op)} & buffers.keys()  # others are temporaries
+        return result | {("buffer", name): buffers[name] for name in written}
 
 
 def _rounded(tensor: torch.Tensor, drawn: torch.Generator) -> torch.Tensor:
@@ -296,7 +297,7 @@ def _rounded(tensor: torch.Tensor, drawn: torch.Generator) -> torch.Tensor:
 
 def in_double(module: nn.Module) -> nn.Module:
     """A copy in double precision, with what it has kept as plain attributes: results of earlier calls."""
-    made = copy.deepcopy(module).double()
+    made = copied_model(module).double()
     for part in made.modules():
         for name, held in vars(part).items():
             if isinstance(held, torch.Tensor) and held.is_floating_point():

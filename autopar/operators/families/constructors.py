@@ -51,10 +51,10 @@ TABLE: dict[str, Rule] = {
     # random numbers
     "aten.rand.default": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
     "aten.randn.default": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
-    "aten.randint.default": op("-> ...", local=result_size("size"), random=True),
-    "aten.randint.low": op("-> ...", local=result_size("size"), random=True),
+    "aten.randint.default": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW_INTEGERS),
+    "aten.randint.low": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW_INTEGERS),
     "aten.normal.float_float": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
-    "aten.randperm.default": op("-> _", random=True),
+    "aten.randperm.default": op("-> _", random=True, kind=OpKind.DRAW_INTEGERS),
     # memory that is not written yet is as good as drawn at random
     "aten.empty.memory_format": op("-> ...", local=result_size("size"), random=True),
     "aten.empty_strided.default": op(strided, local=strides),
