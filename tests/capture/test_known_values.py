@@ -90,13 +90,13 @@ def of_tensors_in_a_list(y: torch.Tensor) -> torch.Tensor:
 
 
 def of_a_mask_behind_what_is_written(y: torch.Tensor) -> torch.Tensor:
-    mask = torch.triu(y.new_ones(6, 6), diagonal=1).bool()
+    mask = torch.triu(y.new_ones(4, 4), diagonal=1).bool()
     for _ in range(2):
-        scores = y.t() @ y
+        scores = y @ y.t()
         scores.mul_(0.5)  # computed from the mask, the second time, but elsewhere in memory
         if mask.any().item():
-            scores = scores.masked_fill(mask, -1.0)
-        y = y @ scores
+            scores, y = scores.masked_fill(mask, -1.0), y.sin()  # no repair of one tensor
+        y = scores @ y
     return y
 
 
