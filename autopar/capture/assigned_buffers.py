@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture.equal_masks import node_of
-from autopar.capture.nodes import source
+from autopar.capture.nodes import memory_of, source
 from autopar.errors import CaptureError
 
 
@@ -71,8 +71,7 @@ def _written(slot: _Slot, before: list[torch.Tensor], *, shared: bool) -> torch.
         raise CaptureError(f"{said} by what has a gradient", at=at, fix="compute it under torch.no_grad(), or detach it")
     if shared:
         raise CaptureError(f"{said}, which another module keeps as it was", at=at, fix=fix)
-    memory = now.untyped_storage()._cdata
-    return now.clone() if any(one.untyped_storage()._cdata == memory for one in before) else now
+    return now.clone() if memory_of(now) in map(memory_of, before) else now
 
 
 __all__ = ["AssignedBuffers"]

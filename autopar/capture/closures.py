@@ -17,14 +17,14 @@ from torch import nn
 
 from autopar.capture.python_state import MOST_ELEMENTS
 
-HOLDING = dict, list, tuple, set, frozenset, MethodType, functools.partial, FunctionType, CellType
-Memo = dict[int, object]  # of copy.deepcopy: by the id of an object, what stands for it in the copy
+_HOLDING = dict, list, tuple, set, frozenset, MethodType, functools.partial, FunctionType, CellType
+_Memo = dict[int, object]  # of copy.deepcopy: by the id of an object, what stands for it in the copy
 
 
 def copied_model(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = None) -> nn.Module:
     """A copy of a model, and of the functions in its attributes that know it; `tensors` has what stands for those of the model,
     by their ids. Raises what `copy.deepcopy` does."""
-    memo: Memo = dict(tensors or {})
+    memo: _Memo = dict(tensors or {})
     closures = _Closures(model, memo)
     made = copy.deepcopy(model, memo)
     closures.fill()
@@ -39,7 +39,7 @@ class _Closures:
         memo: that of the copy. Here it gets functions whose closures are empty until `fill`.
     """
 
-    def __init__(self, model: nn.Module, memo: Memo) -> None:
+    def __init__(self, model: nn.Module, memo: _Memo) -> None:
         tensors = (*model.parameters(), *model.buffers())
         self._memo, self._of_model = memo, {*memo, *map(id, tensors), *map(id, model.modules())}
         self._functions: list[tuple[FunctionType, FunctionType]] = []
@@ -64,7 +64,7 @@ class _Closures:
     def _is_of_model(self, one: object) -> bool:
         if id(one) in self._of_model:
             return True
-        if not isinstance(one, HOLDING):
+        if not isinstance(one, _HOLDING):
             return False
         if id(one) not in self._known:
             self._known[id(one)] = one, False  # where it holds itself

@@ -54,7 +54,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             f"{unregistered} requires a gradient, but is none of the model's parameters",
             fix="register it: an nn.Parameter as an attribute of a module, or in an nn.ParameterList or nn.ParameterDict",
         )
-    buffers = [*dense_buffers(model), *held]
+    buffers = [*dense_buffers(model, remove_duplicate=False), *held]
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
@@ -91,16 +91,15 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, names=names, values=values)
 
 
-def dense_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of a model by all of their names, without sparse ones outside the state dict, which no program reads.
+def dense_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """`model.named_buffers`, without sparse ones outside the state dict, which no program reads.
 
     Raises CaptureError for a sparse one of the state dict.
     """
-    stored = model.state_dict(keep_vars=True)
-    for name, tensor in model.named_buffers(remove_duplicate=False):
+    for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
         if tensor.layout is torch.strided:
             yield name, tensor
-        elif name in stored:
+        elif name in model.state_dict(keep_vars=True):
             fix = "register it with persistent=False if forward does not read it, or store it dense: tensor.to_dense()"
             raise CaptureError(f"the buffer {name} is sparse", fix=fix)
 

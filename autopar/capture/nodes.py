@@ -54,8 +54,12 @@ def shares_memory(writer: fx.Node, place: fx.Node) -> bool:
 
 
 def memory(node: fx.Node) -> int | None:
-    """What memory a node's tensor lies in: the same number for a tensor and its views; None for what is no tensor."""
-    traced = node.meta.get("val")
+    """What memory a node's tensor lies in: see `memory_of`."""
+    return memory_of(node.meta.get("val"))
+
+
+def memory_of(traced: object) -> int | None:
+    """What memory a tensor lies in: the same number for a tensor and its views; None for what is no tensor."""
     return traced.untyped_storage()._cdata if isinstance(traced, torch.Tensor) else None
 
 

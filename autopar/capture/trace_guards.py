@@ -218,7 +218,8 @@ class Guards(TorchFunctionMode):
         return self.known.reading(func, args, given, asker)
 
     def applied(self, function: type[Function], args: tuple[object, ...]) -> object:
-        """What an `autograd.Function` returns, if only its forward cannot be traced: the result of an operator.
+        """What an `autograd.Function` returns, if only its forward cannot be traced: the result of an operator, or of the
+        callable that it does no more than run.
 
         Raises CaptureError for one that no operator can call.
         """

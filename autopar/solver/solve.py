@@ -308,7 +308,10 @@ class Solver:
         return best if found.solution is None or found.seconds >= best.seconds else part.expand(found.solution)
 
     def _near(self, base: Core, memory: LazyRows, cutoff: float) -> Outcome:
-        """A solution of the first window that holds one; it is best if it costs no more than the window holds."""
+        """A solution of the first window that holds one; it is best if it costs no more than the window holds.
+
+        Rows that were tightened where there is none are as they were in the next one.
+        """
         settings, bound = self.settings, base.bound
         largest = settings.largest_window if base.holds == math.inf else 1.0
         for share in settings.windows:

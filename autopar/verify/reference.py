@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured
+from autopar.capture.meta_copy import dense_buffers
 from autopar.capture.returned import read_result
 from autopar.capture.trace_guards import unasked
 from autopar.operators import row_named, writes
@@ -30,7 +31,7 @@ def module_results(
     seen by `_NoDropout`. `loss` says what is differentiated, by default `differentiated_sum`.
     """
     program, (args, kwargs) = captured.program, arguments(sample)
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), _dense_buffers(model)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(dense_buffers(model))
     written = {name for op in program.ops for name in writes(op)}
     buffers |= {name: parameters[name] for name in written & parameters.keys()}  # frozen ones
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -42,7 +43,7 @@ def module_results(
         found = _gradients((loss or differentiated_sum)(outputs), held, leaves)
     result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=False)}
     result |= {("gradient", name): gradient for name, gradient in found.items()}
-    now = _dense_buffers(model) | {name: buffer for name, buffer in buffers.items() if name in parameters}
+    now = dict(dense_buffers(model)) | {name: buffer for name, buffer in buffers.items() if name in parameters}
     for name, buffer in now.items():
         if name in before and (name in written or not torch.equal(buffer, before[name])):  # forward may register others
             result["buffer", name] = buffer.detach().clone()
@@ -52,11 +53,6 @@ def module_results(
             setattr(model.get_submodule(owner), last, buffer)
             buffer.copy_(before[name])
     return result
-
-
-def _dense_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a model, without sparse ones, which no program reads."""
-    return {name: buffer for name, buffer in model.named_buffers() if buffer.layout is torch.strided}
 
 
 def _gradients(
