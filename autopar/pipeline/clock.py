@@ -14,10 +14,22 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.pipeline.dependencies import made, needed, runnable
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 
+Counts = npt.NDArray[np.float64]  # of each field of `StageSeconds`, in their order, for each stage
 _KINDS = tuple(ActionKind)
+_FIELDS = {
+    ActionKind.FORWARD: (0,),
+    ActionKind.BACKWARD: (1, 2),
+    ActionKind.BACKWARD_INPUT: (1,),
+    ActionKind.BACKWARD_WEIGHT: (2,),
+}  # of `StageSeconds`, that an action takes
+_SENT = {True: 3, False: 4}  # the field of the message of a forward, and of a backward
+_ONCE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +116,8 @@ class _Row:
     need: int
     arrives: bool
     link: int  # the place of (from, to) among the links; -1 where nothing is sent
+    before: int  # the place of the action before it on its rank, or -1
+    queued: int  # and of that whose message is before its own on the link
 
 
 class Clock:
@@ -117,19 +131,26 @@ class Clock:
         order, rank_of = runnable(schedule), schedule.rank_of
         place = {made(action): n for n, action in enumerate(order)}
         links: dict[tuple[int, int], int] = {}
+        last: dict[int, int] = {}
+        queued: dict[int, int] = {}
         self.rows: list[_Row] = []
-        for action in order:
+        for number, action in enumerate(order):
             rank, to = rank_of[action.stage], rank_of.get(receiver(action, schedule.stages), -1)
             need = needed(action, schedule.stages)
+            link = -1 if to in (-1, rank) else links.setdefault((rank, to), len(links))
             self.rows.append(
                 _Row(
                     action=action,
                     rank=rank,
                     need=-1 if need is None else place[need],
                     arrives=need is not None and rank_of[need[1]] != rank,
-                    link=-1 if to in (-1, rank) else links.setdefault((rank, to), len(links)),
+                    link=link,
+                    before=last.get(rank, -1),
+                    queued=queued.get(link, -1),
                 )
             )
+            last[rank] = queued[link] = number
+        self.last = [last[rank] for rank in range(len(schedule.ranks))]
         self.links = len(links)
         self._steps = [(row.rank, row.need, row.arrives, row.link, _slot(row.action)) for row in self.rows]
 
@@ -137,6 +158,30 @@ class Clock:
         """Seconds of a step; one entry per stage."""
         *_, free = self._run(stages)
         return max(free)
+
+    def critical(self, stages: Sequence[StageSeconds]) -> tuple[float, Counts]:
+        """Seconds of a step, and how often each of the seconds of each stage is on its critical path, `[stages, fields]`.
+
+        The seconds of other stages, as often, are the length of a path through the same actions: no step of these is shorter.
+        """
+        start, stop, sent, _, free = self._run(stages)
+        counts, rank = np.zeros((len(stages), _ONCE + 1)), free.index(max(free))
+        for stage, on in self.schedule.rank_of.items():
+            counts[stage, _ONCE] += on == rank
+        place = self.last[rank]
+        while place >= 0:
+            row = self.rows[place]
+            for one in _FIELDS[row.action.kind]:
+                counts[row.action.stage, one] += 1
+            waits = row.need >= 0 and (row.before < 0 or stop[row.before] < start[place])
+            place = row.need if waits else row.before
+            while waits and row.arrives:
+                action = self.rows[place].action
+                counts[action.stage, _SENT[action.kind == ActionKind.FORWARD]] += 1
+                if sent[place] <= stop[place]:
+                    break
+                place = self.rows[place].queued  # messages wait for those before them
+        return max(free), counts
 
     def run(self, stages: Sequence[StageSeconds]) -> PipelineTimeline:
         """The step in time; one entry per stage."""
@@ -219,4 +264,14 @@ def least_seconds(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) ->
     return least
 
 
-__all__ = ["Clock", "PipelineTimeline", "StageSeconds", "TimedAction", "clock_of", "least_seconds", "receiver", "send"]
+__all__ = [
+    "Clock",
+    "Counts",
+    "PipelineTimeline",
+    "StageSeconds",
+    "TimedAction",
+    "clock_of",
+    "least_seconds",
+    "receiver",
+    "send",
+]

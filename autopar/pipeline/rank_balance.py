@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import Cuts
+from autopar.pipeline.stage_table import Cuts
 
 _Floats = npt.NDArray[np.float64]
 

@@ -21,41 +21,22 @@ stage is considered that alone takes longer than its step, by (own).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import heapq
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.pipeline.clock import Clock, StageSeconds, clock_of
+from autopar.pipeline.cut_moves import improved, paced
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
+from autopar.pipeline.stage_table import Cuts, StageArray, StageTable
 
-Cuts = tuple[int, ...]
-StageArray = npt.NDArray[np.float64]  # of one number for some stages, or for all, by first region and stop
-FIELDS = [field.name for field in dataclasses.fields(StageSeconds)]
 NODES = 4000  # of the search, as many as the clock takes a few seconds for
 ROUNDING = 1e-9  # relative, of sums of seconds
-
-
-class StageTable(NamedTuple):
-    """Every stage that may be made of contiguous regions.
-
-    `seconds` has the fields of `StageSeconds` in their order, each a matrix by the first region and the one where the stage
-    stops, exclusive: `[6, regions, regions + 1]`, no less of more regions. `fits` says which may be a stage.
-    """
-
-    seconds: StageArray
-    fits: npt.NDArray[np.bool_]
-
-    def stage(self, start: int, stop: int) -> StageSeconds:
-        """The stage of the regions from one to another, exclusive."""
-        return StageSeconds(**dict(zip(FIELDS, self.seconds[:, start, stop].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +72,7 @@ def partition(
         schedule: a complete one, without messages.
         tables: what each stage may be. The memory of a rank with several stages is to be shared among them beforehand.
         nodes: of the search, at most; where they do not suffice, the best that was found, with the least bound that is open.
-        simulations: after which the best so far is not improved any more by moving single regions.
+        simulations: after which a good start is not improved any more: see `cut_moves`.
         start: cuts that are known to be good.
         more: micro-batches that a step has beyond those of the schedule, in its steady state.
     """
@@ -165,6 +146,7 @@ class _Search:
         apart = [schedule.rank_of[stage] != schedule.rank_of[stage + 1] for stage in range(self.count - 1)]
         self.sends_on, self.sends_back = [*apart, False], [False, *apart]
         self.timed: dict[Cuts, float] = {}
+        self.descended = 0  # cuts that were timed for a good start
         self.known: dict[tuple[int, int, int], StageSeconds] = {}
         self.ways: dict[tuple[int, int], tuple[list[int], _Parts, StageArray]] = {}
         self.fits = [table.fits & ~np.tri(regions, regions + 1, dtype=bool) for table in tables]
@@ -230,7 +212,7 @@ class _Search:
         if math.isinf(best[0]):
             best = self._descend(self._first(heap[0]))
         bound = min([best[0], *(node.bound for node in heap[:1])])
-        return StagePartition(cuts=best[1], seconds=best[0], bound=bound, simulations=len(self.timed))
+        return StagePartition(cuts=best[1], seconds=best[0], bound=bound, simulations=len(self.timed) + self.descended)
 
     def _children(self, node: _Node) -> list[_Node]:
         """The ways to decide one stage more."""
@@ -305,17 +287,11 @@ class _Search:
         return self.timed[cuts]
 
     def _descend(self, cuts: Cuts) -> tuple[float, Cuts]:
-        """Hand one region from one stage to another, past those in between, as long as the step gets shorter: a good start."""
-        best = (self._time(cuts), cuts)
-        moves = [(first, last, step) for first, last in _pairs(self.count) for step in (-1, 1)]
-        tried = 0
-        while tried < len(moves) and len(self.timed) < self.simulations:
-            first, last, step = moves[0]
-            moves, tried = [*moves[1:], moves[0]], tried + 1
-            moved = (*best[1][:first], *(cut + step for cut in best[1][first:last]), *best[1][last:])
-            if self._feasible(moved) and self._ranks(moved) < best[0] and (near := (self._time(moved), moved)) < best:
-                best, tried = near, 0
-        return best
+        """What moves make of cuts: a good start."""
+        tables = [table._replace(fits=fits) for table, fits in zip(self.tables, self.fits, strict=True)]
+        seconds, found, timed = improved(self.clock, tables, cuts, more=self.more, simulations=self.simulations)
+        self.descended += timed
+        return seconds, found
 
     def _feasible(self, cuts: Cuts) -> bool:
         ends = [*itertools.pairwise(cuts)]
@@ -330,15 +306,7 @@ class _Search:
 
 def seconds_with(clock: Clock, stages: Sequence[StageSeconds], more: int) -> float:
     """Seconds of a step with so many micro-batches more than its schedule has: the rank with most to do sets their pace."""
-    busy = dict.fromkeys(range(len(clock.schedule.ranks)), 0.0)
-    for stage, one in enumerate(stages):
-        busy[clock.schedule.rank_of[stage]] += one.busy
-    return clock.seconds(stages) + more * max(busy.values())
+    return clock.seconds(stages) + more * paced(clock, stages)[0]
 
 
-def _pairs(stages: int) -> list[tuple[int, int]]:
-    """The runs of cuts between two stages, as first and last, exclusive; the shortest first."""
-    return [(first, first + length) for length in range(1, stages) for first in range(1, stages - length + 1)]
-
-
-__all__ = ["NODES", "Cuts", "StageArray", "StagePartition", "StageTable", "partition", "seconds_with"]
+__all__ = ["NODES", "StagePartition", "partition", "seconds_with"]

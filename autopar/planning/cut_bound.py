@@ -20,14 +20,14 @@ is less than 0.1% below that with all of them; of many ranks fewer have one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.ir.device import Seconds
 from autopar.pipeline.clock import StageSeconds
-from autopar.pipeline.dependencies import made, needed
+from autopar.pipeline.dependencies import StageProduct, made, needed
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 from autopar.solver.highs import Meaning, duals, load, run, values
 from autopar.solver.matrix import Matrix
@@ -108,7 +108,8 @@ def least_of_cuts(
 
 
 class _Starts:
-    """The rows that say when actions start, and the columns: four of each stage, the step, the starts."""
+    """The rows that say when actions start, and the columns: four of each stage, the step, the starts, and before each of these
+    the seconds of W that its rank has run, if it has any."""
 
     def __init__(self, schedule: PipelineSchedule, activations: float, gradients: float) -> None:
         self.schedule, self.sent, self.matrix = schedule, (gradients, activations), Matrix()
@@ -117,13 +118,20 @@ class _Starts:
         self.matrix.add_columns(np.zeros(4 * schedule.stages))
         self.step = self.matrix.add_columns(np.ones(1))
         self.chosen = {made(action): action for action in chosen}
-        self.place = {product: number for number, product in enumerate(self.chosen, self.matrix.columns)}
-        self.matrix.add_columns(np.zeros(len(chosen)))
-        for actions in orders:
+        self.start = self._columns(self.chosen)
+        self.ran = self._columns(self.chosen if schedule.deferred else ())
+        for rank, actions in enumerate(orders):
             self._follow(actions)
             self._end(actions)
+            if schedule.deferred:
+                self._defer(actions, schedule.in_flight(rank, deferred=True))
         for action in chosen:
             self._need(action)
+
+    def _columns(self, products: Collection[StageProduct]) -> dict[StageProduct, int]:
+        """A column for each."""
+        first = self.matrix.add_columns(np.zeros(len(products)))
+        return {product: number for number, product in enumerate(products, first)}
 
     def _window(self, actions: list[Action]) -> Iterator[Action]:
         """The first and the last actions of a rank."""
@@ -143,40 +151,67 @@ class _Starts:
                 return Counter({column + FIRST: 1})
 
     def _follow(self, actions: list[Action]) -> None:
-        """A rank runs one action after the other."""
+        """A rank runs one action after the other, and W in between."""
         between, before = Terms(), None
         for action in actions:
-            start = self.place.get(made(action))
-            if start is not None:
+            now = made(action)
+            if now in self.start:
                 if before is not None:
-                    self._at_least(start, before, between)
-                between, before = Terms(), start
+                    self._no_less(
+                        {self.start[now]: 1, **self._ran(before)}, {self.start[before]: 1, **between, **self._ran(now)}
+                    )
+                between, before = Terms(), now
             between.update(self._takes(action))
+
+    def _ran(self, product: StageProduct) -> Terms:
+        """The seconds of W before an action."""
+        return Counter({self.ran[product]: 1} if self.ran else {})
+
+    def _defer(self, actions: list[Action], most: int) -> None:
+        """A W follows its I, as those before it, and precedes a forward with which its rank would hold more micro-batches than
+        it may."""
+        due, held, before = list[int](), 0, Terms()
+        for action in actions:
+            if made(action) in self.start:
+                ran = self._ran(made(action))
+                self._no_less(Counter(due), ran)
+                self._no_less(ran, before)
+                if action.kind == ActionKind.FORWARD and held >= most:
+                    self._no_less(ran, Counter(due[: held + 1 - most]))
+                before = ran
+            match action.kind:
+                case ActionKind.FORWARD:
+                    held += 1
+                case ActionKind.BACKWARD:
+                    held -= 1
+                case _:
+                    due.append(4 * action.stage + SECOND)
 
     def _need(self, action: Action) -> None:
         """An action follows what makes what it needs, and its message if that is of another rank."""
         need = needed(action, self.schedule.stages)
-        if need is None or need not in self.place:
+        if need is None or need not in self.start:
             return
         maker = self.chosen[need]
         apart = self.schedule.rank_of[maker.stage] != self.schedule.rank_of[action.stage]
         message = self.sent[maker.kind == ActionKind.FORWARD] if apart else 0.0
-        self._at_least(self.place[made(action)], self.place[need], self._takes(maker), message)
+        self._no_less({self.start[made(action)]: 1}, {self.start[need]: 1, **self._takes(maker)}, message)
 
     def _end(self, actions: list[Action]) -> None:
-        """The step ends no sooner than a rank that has all left to do from an action on."""
+        """The step ends no sooner than a rank that has all left to do from an action on, and the W that it has not run."""
         left = Counter({4 * stage + ONCE: 1 for stage in {action.stage for action in actions}})
+        left.update(4 * action.stage + SECOND for action in actions if action.kind == ActionKind.BACKWARD_INPUT)
         for action in reversed(actions):
             left.update(self._takes(action))
-            if action.kind == ActionKind.BACKWARD_INPUT:
-                left[4 * action.stage + SECOND] += 1
-            if made(action) in self.place:
-                self._at_least(self.step, self.place[made(action)], left)
+            if made(action) in self.start:
+                start = self.start[made(action)]
+                self._no_less({self.step: 1, **self._ran(made(action))}, {start: 1, **left})
 
-    def _at_least(self, column: int, start: int, after: Terms, more: float = 0.0) -> None:
-        """x[column] >= x[start] + after + more."""
-        columns = np.array([column, start, *after])
-        self.matrix.add_row(columns, np.array([1.0, -1.0, *(-count for count in after.values())]), more, np.inf)
+    def _no_less(self, terms: Mapping[int, int], others: Mapping[int, int], more: float = 0.0) -> None:
+        """The sum of some columns is no less than that of others, and more."""
+        columns = np.array([*terms, *others])
+        signed = np.array([*terms.values(), *(-count for count in others.values())], dtype=np.float64)
+        self.matrix.add_row(columns, signed, more, np.inf)
 
 
 __all__ = ["CutBound", "StageSums", "least_of_cuts"]

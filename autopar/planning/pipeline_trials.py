@@ -38,6 +38,7 @@ from autopar.solver.settings import SearchSettings
 MeshSizes = tuple[int, ...]
 PlannedPipeline = tuple[StagedStep, PipelineAxis, Options]
 NEAR = 0.05  # of the best step: what cuts made anew may save, 2 to 4% of those of GPT-3 and Llama-3 70B
+RECUTS = 3  # times that the best stages are cut anew
 MESSAGES = 0.05  # messages, in parts of what a stage computes, from which on stages are planned by those that hide, too
 
 
@@ -185,20 +186,34 @@ class PipelineTrials(ABC):
         return min((made.seconds for made in known), default=slower)
 
     def recut(self) -> None:
-        """Cut stages anew by what they take: of those that are about as fast as the best ones, these that are fastest then."""
-        known, best = math.inf, None
+        """Cut stages anew by what they take: of those that are about as fast as the best ones, these that are fastest then; and
+        again, by what takes less then."""
+        first, known = self.seconds, dict[StagedStep, tuple[Cut, float]]()
+        for _ in range(RECUTS):
+            before, best = self.seconds, self._fastest_recut(known)
+            if best is None:
+                break
+            self._again(*best)
+            if self.seconds >= before:
+                break
+        self.fared["cut anew"] += self.seconds < first
+
+    def _fastest_recut(
+        self, known: dict[StagedStep, tuple[Cut, float]]
+    ) -> tuple[StageSteps, PipelineAxis, Cut, Options] | None:
+        """What is fastest when it is cut anew, if that is worth it; `known` has the cuts and what they save."""
+        least, best = self.seconds, None
         for made, over, asked in [] if self.ended else self._planned:
             fixed = is_file(asked.schedule) or not (asked.stages == AUTO or isinstance(asked.stages, int))
             if fixed or made.seconds >= (1 + NEAR) * self.seconds:
                 continue
             cuts = self.cuts(over, made.cut.schedule.microbatches)
-            cut, share = cuts.recut(made.cut, made.stage_seconds)
-            if share * made.seconds < min(known, self.seconds, (1 - WORTH) * made.seconds):
-                known, best = share * made.seconds, (cuts.steps(cut.starts), over, cut, asked)
-        if best is not None:
-            before = self.seconds
-            self._again(*best)
-            self.fared["cut anew"] += self.seconds < before
+            if made not in known:
+                known[made] = cuts.recut(made.cut, made.stage_seconds)
+            cut, share = known[made]
+            if share < 1 - WORTH and share * made.seconds < least:
+                least, best = share * made.seconds, (cuts.steps(cut.starts), over, cut, asked)
+        return best
 
     def hide(self) -> None:
         """Plan the best stages anew by messages that hide, where their step would be faster without any."""

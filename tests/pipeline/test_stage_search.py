@@ -13,7 +13,8 @@ import pytest
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.pipeline.named_schedules import named
 from autopar.pipeline.schedule import PipelineSchedule
-from autopar.pipeline.stage_search import StagePartition, StageTable, partition
+from autopar.pipeline.stage_search import StagePartition, partition
+from autopar.pipeline.stage_table import StageTable
 from tests.pipeline.orders import any_schedule
 
 Price = Callable[[int, int, int], StageSeconds | None]  # of a stage of the regions from one to another, exclusive

@@ -15,7 +15,7 @@ from autopar.pipeline.schedule import PipelineSchedule, parse
 from autopar.pipeline.weight_gradients import waits_filled
 from autopar.planning import cut_bound
 from autopar.planning.cut_bound import StageSums, least_of_cuts
-from autopar.solver.highs import values
+from autopar.solver.highs import Meaning, load, run, values
 
 SCHEDULES = [
     ("gpipe", 3, 1, 4, 0),
@@ -132,6 +132,31 @@ def test_halves_of_backwards_have_a_bound_near_equal_stages(runs: int, ahead: in
     bounds = [least_of_cuts(schedule, known).seconds(known) for known in (replace(own, inputs=0.0), own)]
     assert bounds[0] < bounds[1]
     assert share * seconds <= bounds[1] <= seconds
+
+
+@pytest.mark.parametrize("named_so", [("zb-h1", 4, 1, 8, 0), ("zb-h1", 4, 1, 10, 2), ("zb-v", 4, 2, 12, 0)], ids=str)
+def test_stages_that_are_given_take_what_the_clock_says_with_w_where_ranks_wait(
+    named_so: tuple[str, int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A W that was free to come at any time, whatever its rank holds then, would make the bound of some 4% less."""
+    monkeypatch.setattr(cut_bound, "WINDOW", 1000)
+    schedule, draw, shares = scheduled(*named_so), random.Random(str(named_so)), list[float]()
+    for _ in range(12):
+        parts = np.array([[draw.uniform(0.8, 1.2), 1.3 * draw.uniform(0.8, 1.2), 0.6, 2.0] for _ in range(schedule.stages)])
+        matrix = cut_bound._Starts(schedule, 0.02, 0.02).matrix
+        for place, part in enumerate(parts.ravel().tolist()):
+            matrix.add_row(np.array([place]), np.ones(1), part, part)
+        solver = load(matrix.block(np.concatenate(matrix.costs)))
+        assert run(solver) is Meaning.SOLVED
+        stages = [
+            StageSeconds(
+                forward=f, backward_input=i, backward_weight=w, once=once, activations=0.02, gradients=0.02,
+            )
+            for f, i, w, once in parts.tolist()
+        ]  # fmt: skip
+        shares.append(float(values(solver)[4 * schedule.stages]) / waits_filled(schedule, stages)[1])
+    assert max(shares) <= 1 + 1e-9
+    assert min(shares) > 0.97
 
 
 def test_what_takes_no_time_is_bounded_by_none() -> None:
