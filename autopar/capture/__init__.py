@@ -43,6 +43,7 @@ from autopar.capture.equal_programs import same
 from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
+from autopar.capture.outside_state import OutsideNumbers
 from autopar.capture.python_state import Changes, kept
 from autopar.capture.signature import ModelCall, Signature, read_call
 from autopar.capture.trace import branching, trace
@@ -99,9 +100,10 @@ def capture(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     cast = call.to(dtype) if dtype else call
-    values = {**copied.values, **assumptions.buffers}
+    values, outside = {**copied.values, **assumptions.buffers}, OutsideNumbers(copied.module)
     traced = trace(copied.module, cast, assumptions, values)
     program, signature = in_order_of_use(lower(traced, copied, cast)), call.signature(traced.returned)
+    copied.shared.refuse_changed(program)
     answered = traced.answered
     if answered.asked:
 
@@ -117,6 +119,7 @@ def capture(
         following = trace(copied.module, cast, assumptions, values)
         return in_order_of_use(lower(following, copied, cast)).hash == program.hash, following.changes
 
+    outside.refuse(lambda: again()[0])
     once = kept(copied.module, traced.changes, again)
     if traced.made:
         _refuse_carried(traced.made, lambda: trace(copied.module, cast, assumptions, values).read)

@@ -6,7 +6,6 @@ module holds under several names stays one tensor.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from autopar.capture.closures import copied_model
 from autopar.capture.held_tensors import held_tensors
+from autopar.capture.shared_memory import SharedMemory
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
 
@@ -38,6 +38,7 @@ class MetaCopy:
     first: dict[str, str]
     names: dict[int, str]  # by the id of what stands for it, the first name of a buffer
     values: dict[str, torch.Tensor]
+    shared: SharedMemory
 
 
 def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool = False) -> MetaCopy:
@@ -75,7 +76,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
         memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=tensor.requires_grad and not frozen))
-    _refuse_shared(parameters)
+    shared = SharedMemory.of((*parameters, *buffers), frozen=frozen)
     try:
         hollow = copied_model(model, memo)
     except Exception as error:
@@ -88,7 +89,9 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}
     values = {name: _as(tensor.detach(), dtype) for name, tensor in buffers if _readable(tensor)}
     names = {id(memo[id(tensor)]): first[name] for name, tensor in buffers}
-    return MetaCopy(module=hollow, parameters=known[0], buffers=known[1], first=first, names=names, values=values)
+    return MetaCopy(
+        module=hollow, parameters=known[0], buffers=known[1], first=first, names=names, values=values, shared=shared
+    )
 
 
 def dense_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,20 +126,6 @@ def _forget_caches(hollow: nn.Module) -> None:
         config = vars(module).get("config")
         if getattr(config, "use_cache", False) is True:
             vars(config)["use_cache"] = False
-
-
-def _refuse_shared(parameters: list[tuple[str, torch.Tensor]]) -> None:
-    """Raise CaptureError for parameters one of which lies in the memory of another: a step of one would change both."""
-    spans = []
-    for place, (name, tensor) in enumerate({id(tensor): (name, tensor) for name, tensor in parameters}.values()):
-        if not tensor.is_meta and tensor.numel() and tensor.requires_grad:
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans.append((tensor.data_ptr(), place, tensor.data_ptr() + extent * tensor.element_size(), name))
-    spans.sort()
-    for (_, _, end, first), (start, _, _, second) in itertools.pairwise(spans):
-        if start < end:
-            fix = "hold one parameter, and take the view of it in forward"
-            raise CaptureError(f"{first} and {second} are parameters that share memory without being the same", fix=fix)
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -6,10 +6,15 @@ containers and simple objects of them.
 
 from __future__ import annotations
 
+import copyreg
+import itertools
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,8 +73,12 @@ def attributes(model: nn.Module) -> Attributes:
     }
 
 
+class _BesideTensors(dict[str, object]):
+    """The plain values of a container or an object that holds tensors, too, frozen."""
+
+
 def _frozen(value: object, depth: int = MOST_NESTED) -> object:
-    """A value that compares as the plain values in it do; `...` if there are tensors in it."""
+    """A value that compares as the plain values in it do; `...` for a tensor."""
     match value:
         case random.Random():
             return value.getstate()
@@ -79,22 +88,68 @@ def _frozen(value: object, depth: int = MOST_NESTED) -> object:
             return str(value.get_state(legacy=False))
         case torch.Tensor():
             return ...
+        case np.ndarray() | np.generic():
+            return str(value.dtype), value.shape, value.tobytes() if value.size <= MOST_ELEMENTS else None
+        case itertools.count():
+            return repr(value)
+        case set() | frozenset():
+            return sorted(repr(one) for one in value if isinstance(one, _SCALARS))
         case nn.Module() | type():
             return None
     if isinstance(value, _SCALARS):
         return type(value), repr(value)
-    inside = value if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", None)
-    if inside is None or callable(value) or len(inside) > MOST_ELEMENTS or not depth:
+    inside = _inside(value)
+    if inside is None or len(inside) > MOST_ELEMENTS or not depth:
         return None
-    pairs = inside.items() if isinstance(inside, Mapping) else enumerate(inside)
-    found = [(repr(key), _frozen(part, depth - 1)) for key, part in pairs if isinstance(key, _SCALARS)]
-    return ... if any(part is ... for _, part in found) else tuple(found)
+    found = {repr(key): _frozen(part, depth - 1) for key, part in inside.items() if isinstance(key, _SCALARS)}
+    if any(part is ... or isinstance(part, _BesideTensors) for part in found.values()):
+        return _BesideTensors({key: part for key, part in found.items() if part is not ...})
+    return found
+
+
+def _inside(value: object) -> Mapping[Any, object] | None:
+    """What a container or an object holds, by place or name; None of methods, of torch's own, and of what holds nothing."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    kind = type(value)
+    if isinstance(value, FunctionType):
+        return _closed_over(value) | vars(value) or None
+    if isinstance(value, MethodType | ModuleType) or (callable(value) and kind.__module__.startswith("torch")):
+        return None
+    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return held | getattr(value, "__dict__", {}) or None
+
+
+def _closed_over(function: FunctionType) -> dict[str, object]:
+    """The numbers that a function has from the functions around it, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    return {name: number for name, number in held.items() if type(number) in (int, float)}
 
 
 def changes(model: nn.Module, before: Attributes) -> Changes:
     """The attributes that are others than before, as they are now."""
-    found = [key for key, value in attributes(model).items() if value not in (..., before.get(key))]
+    found = [key for key, value in attributes(model).items() if _differs(value, before.get(key))]
     return {(path, name): vars(model.get_submodule(path))[name] for path, name in found}
+
+
+def _differs(now: object, before: object) -> bool:
+    """Whether a frozen value is another one; beside tensors, which may be made when they are first asked for, numbers alone
+    count that were there before."""
+    if now is ...:
+        return False
+    if not isinstance(now, _BesideTensors):
+        return now != before
+    if not isinstance(before, _BesideTensors):
+        return False
+    return any(_counts(part) and key in before and _differs(part, before[key]) for key, part in now.items())
+
+
+def _counts(part: object) -> bool:
+    return isinstance(part, _BesideTensors) or (isinstance(part, tuple) and part[:1] in ((int,), (float,)))
 
 
 def kept(model: nn.Module, found: Changes, again: Callable[[], tuple[bool, Changes]]) -> frozenset[str]:

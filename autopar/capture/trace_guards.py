@@ -42,12 +42,14 @@ from autopar.capture import (
     covariance,
     custom_functions,
     embedding_bag,
+    grad_modes,
     known_lengths,
     known_masks,
     source_location,
     traced_losses,
 )
 from autopar.capture.assigned_buffers import AssignedBuffers
+from autopar.capture.assigned_contents import AssignedContents
 from autopar.capture.assumptions import Answers
 from autopar.capture.carried_tensors import CarriedTensors
 from autopar.capture.cpu_tensors import CpuTensors, type_of_the_cpu
@@ -96,11 +98,12 @@ def watched(
         before = attributes(module)
         held = {name: one.tensor for name, one in held_tensors(module).items()}
         known = KnownValues(dict(module.named_buffers()) | held, values)
-        carried, buffers = CarriedTensors(module), AssignedBuffers(module)
+        carried, buffers, contents = CarriedTensors(module), AssignedBuffers(module), AssignedContents(module)
         guards = Guards(generators, answers, known, carried, rows, registered.stand_ins())
         with guards, custom_functions.intercepted(guards.applied):
             result = call(*args, **kwargs)
             buffers.write()
+            contents.refuse()
         guards.repairs.refuse()
         new = carried.made(pytree.tree_leaves((args, kwargs)))
         made.append(Traces(changes(module, before), new, frozenset(carried.read), known.decided, rows.answered()))
@@ -117,7 +120,8 @@ def watched(
         *drawing(),
         (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
-        (torch, "is_grad_enabled", _asking(torch.is_grad_enabled)),
+        (torch, "is_grad_enabled", grad_modes.asking(torch.is_grad_enabled)),
+        *grad_modes.replaced(),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in unseen]
     for owner, name, function in unseen:
@@ -191,6 +195,8 @@ class Guards(TorchFunctionMode):
             known = self.repairs.answer(args[0], asker) if known is None else known
             if (known := self.rows.answer(args[0], asker) if known is None else known) is not None:
                 return known
+        if func in grad_modes.SETTING:
+            grad_modes.refuse_frozen(args, given, asker)
         if func in _REFUSED:
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
@@ -340,20 +346,6 @@ def _of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
         return original(*given, **{name: "cpu" if device == "meta" else device for name, device in named.items()})
 
     return asked
-
-
-def _asking(original: Callable[[], bool]) -> Callable[[], bool]:
-    """`torch.is_grad_enabled`, with a warning where forward asks; torch's own modules choose between equal ways by it."""
-    tracing = threading.get_ident()
-
-    def is_grad_enabled() -> bool:
-        frame = sys._getframe(1)
-        if threading.get_ident() == tracing and source_location.foreign(frame.f_code.co_filename):
-            what = "forward asks torch.is_grad_enabled(), to which the graph has the answer of training, also under no_grad"
-            warnings.warn(f"{what}, at {source_location.of_frame(frame)}", stacklevel=2)
-        return original()
-
-    return is_grad_enabled
 
 
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

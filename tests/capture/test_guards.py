@@ -24,6 +24,7 @@ OWNERS = (
         nn.modules.transformer,
         torch.amp,
         torch.autocast,
+        torch.inference_mode,
         torch.utils.checkpoint,
         torch.fx.proxy,
         Distribution,
@@ -78,7 +79,7 @@ def test_planning_leaves_torch_as_it_was(body: Callable[[torch.Tensor], torch.Te
     assert torch.tensor([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
 
 
-def test_only_how_an_autocast_is_made_is_changed_in_a_class_while_a_model_is_traced() -> None:
+def test_only_how_an_autocast_is_made_and_inference_entered_is_changed_in_a_class_while_a_model_is_traced() -> None:
     seen: list[list[dict[str, int]]] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def test_only_how_an_autocast_is_made_is_changed_in_a_class_while_a_model_is_tra
     before = contents()
     capture(Does(look), X)
     unseen = ("from_numpy", "get_autocast_dtype", "is_autocast_enabled", "is_grad_enabled")  # by function modes
-    others = {"autocast.__init__", "torch.fx.proxy.CapturedTraceback"}
+    others = {"autocast.__init__", "inference_mode.__enter__", "inference_mode.__exit__", "torch.fx.proxy.CapturedTraceback"}
     others |= {f"numpy.random.{name}" for name in ("rand", "random", "random_sample", "uniform")}
     assert replaced(before, seen[0]) == {f"torch.{name}" for name in unseen} | others
 

@@ -1,0 +1,84 @@
+"""Tensors of a model that lie in the memory of others without being the same: what changes one changes both.
+
+self.register_buffer("teacher", self.layer.weight.data)      follows the optimizer
+self.latest = self.queue[0]                                  follows what forward writes into the queue
+
+A graph has each for itself. Such tensors are refused where one of them changes; tables that are only read may share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import CaptureError
+from autopar.ir.program import Program
+from autopar.operators import writes
+
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The names of tensors that overlap, in groups."""
+
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @staticmethod
+    def of(held: Sequence[Named], *, frozen: bool) -> SharedMemory:
+        """Those among the tensors of a model. Raises CaptureError for two that are trained, as none is with `frozen`."""
+        first = {id(tensor): (name, tensor) for name, tensor in reversed(held)}  # the names that programs have
+        groups = [*_overlapping(first.values())]
+        for group in groups:
+            trained = [name for name, tensor in group if tensor.requires_grad and tensor.is_leaf and not frozen]
+            if len(trained) > 1:
+                fix = "hold one parameter, and take the view of it in forward"
+                what = "are parameters that share memory without being the same"
+                raise CaptureError(f"{trained[0]} and {trained[1]} {what}", fix=fix)
+        return SharedMemory(tuple(tuple(name for name, _ in group) for group in groups))
+
+    def refuse_changed(self, program: Program) -> None:
+        """Raise CaptureError where a tensor changes, as it is trained or written, in whose memory another one lies that the
+        program reads or the state dict has."""
+        held = {one.value.name: one for one in (*program.parameters, *program.buffers)}
+        written = {name for op in program.ops for name in writes(op)}
+        for group in self.groups:
+            known = [held[name] for name in group if name in held]
+            for one in known:
+                name, trained = one.value.name, one.value.requires_grad
+                others = [other.value.name for other in known if other is not one and (other.used or other.persistent)]
+                if others and (trained or name in written):
+                    raise CaptureError(
+                        f"{others[0]} lies in the memory of {name}, which {'is trained' if trained else 'forward writes'}",
+                        fix="clone() it if it is to stay as it is, or take it in forward: a view, or weight.detach()",
+                    )
+
+
+def _overlapping(held: Iterable[Named]) -> Iterator[list[Named]]:
+    """The tensors whose extents in memory overlap, in groups of two or more."""
+    spans = sorted(
+        (tensor.data_ptr(), place, tensor.data_ptr() + _extent(tensor), name, tensor)
+        for place, (name, tensor) in enumerate(held)
+        if not tensor.is_meta and tensor.numel()
+    )
+    group, end = list[Named](), 0
+    for start, _, stop, name, tensor in spans:
+        if start >= end:
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append((name, tensor))
+        end = max(end, stop)
+    if len(group) > 1:
+        yield group
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """The bytes from the first element of a tensor to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
+
+
+__all__ = ["SharedMemory"]
