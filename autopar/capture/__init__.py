@@ -36,7 +36,6 @@ from torch import nn
 
 from autopar.capture.assumptions import NOTHING, Assumptions
 from autopar.capture.call_order import in_order_of_use
-from autopar.capture.carried_tensors import CarriedTensorError
 from autopar.capture.decided import Decided
 from autopar.capture.empty_selections import Answered, Nothing, by_turns, none
 from autopar.capture.equal_programs import same
@@ -44,7 +43,7 @@ from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.lower import lower
 from autopar.capture.meta_copy import skeleton
 from autopar.capture.outside_state import OutsideNumbers
-from autopar.capture.python_state import Changes, kept
+from autopar.capture.python_state import CarriedTensorError, Changes, kept
 from autopar.capture.signature import ModelCall, Signature, read_call
 from autopar.capture.trace import branching, trace
 from autopar.errors import CaptureError

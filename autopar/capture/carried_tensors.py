@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import computed_from
-from autopar.errors import CaptureError
+from autopar.capture.python_state import CarriedTensorError
 
 _COPYING = frozenset({
     torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half,
@@ -75,7 +75,3 @@ def _writes(function: object) -> bool:
     """Whether a function writes into its first argument."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-class CarriedTensorError(CaptureError):
-    """A forward has a tensor of the call before."""

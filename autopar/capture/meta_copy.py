@@ -75,7 +75,8 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
-        memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=tensor.requires_grad and not frozen))
+        trained = tensor.requires_grad and tensor.is_leaf and not frozen  # what a call left behind is set by the next one
+        memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=trained))
     shared = SharedMemory.of((*parameters, *buffers), frozen=frozen)
     try:
         hollow = copied_model(model, memo)

@@ -13,7 +13,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, MethodType, ModuleType
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,17 @@ from autopar.capture.drawn_numbers import drawn_from
 from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+SETTINGS = (*_SCALARS, Enum, np.generic, FunctionType, BuiltinFunctionType)
 MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and containers in one another, that are looked at
 OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
 _SWITCHES = frozenset({"_disable_adapters"})  # private, but set from outside: by peft's `disable_adapter()`
 _SEEDED = "torch.manual_seed"
 Attributes = Mapping[tuple[str, str], object]  # frozen, by path of the module and name
 Changes = Mapping[tuple[str, str], object]  # their values
+
+
+class CarriedTensorError(CaptureError):
+    """A forward has a tensor of the call before."""
 
 
 class Generators:
@@ -162,20 +168,28 @@ def kept(model: nn.Module, found: Changes, again: Callable[[], tuple[bool, Chang
         return frozenset()
     for (path, name), value in found.items():  # torch.export has taken them back
         vars(model.get_submodule(path))[name] = value
-    same, later = again()
+    refused: dict[str, str] = {}
+    try:
+        same, later = again()
+    except CarriedTensorError:
+        raise
+    except CaptureError as error:
+        same, later, refused = False, {}, {"then": error.what}
     if later or not same:
         names = [f"{path}.{name}".strip(".") for path, name in later or found]
         raise CaptureError(
             f"forward changes {names[0]}, which the graph would have as it was in the first step",
             attributes=", ".join(names),
-            fix="keep it in a buffer that forward writes, or change it outside of forward and give it as a tensor",
+            **refused,
+            fix="run one batch before the model is captured, if forward sets it once; else keep it in a buffer that forward "
+            "writes, or change it outside of forward and give it as a tensor",
         )
     return frozenset(f"{path}.{name}".strip(".") for path, name in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The numbers and texts that modules had as attributes when they were captured; the modules are not kept alive.
+    """The numbers, texts and functions that modules had as attributes when they were captured; the modules are not kept alive.
 
     `training` has their modes, by path: those of the others are the whole model's.
     """
@@ -208,7 +222,7 @@ class Settings:
                 held = vars(module) if module is not None else {}
                 for name, value in known.items():
                     now = held.get(name, value)
-                    if now is not value and isinstance(now, _SCALARS) and now != value:
+                    if now is not value and isinstance(now, SETTINGS) and now != value:
                         raise InputError(
                             f"{path}.{name}".strip(".") + " was set after the model was captured, which has no effect",
                             captured=repr(value),
@@ -231,10 +245,16 @@ class Settings:
 
 def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[str, object]]:
     for name, held in vars(module).items():
-        private = name in OF_TORCH or (name.startswith("_") and name not in _SWITCHES)
-        private |= f"{path}.{name}".strip(".") in kept
-        if isinstance(held, _SCALARS) and not private:
+        public = not name.startswith("_") or name in _SWITCHES or _behind_property(module, name)
+        own = name not in {*OF_TORCH, "forward"} and f"{path}.{name}".strip(".") not in kept
+        if isinstance(held, SETTINGS) and public and own:
             yield name, held
+
+
+def _behind_property(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is what a property of its name has, `_beta` of `beta`, that can be set."""
+    public = getattr(type(module), name.removeprefix("_"), None)
+    return isinstance(public, property) and public.fset is not None
 
 
 def _at(module: nn.Module, path: str) -> nn.Module | None:

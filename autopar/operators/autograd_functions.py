@@ -8,6 +8,7 @@ The rule of an operator is found by running it on small parts, at several scales
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -86,8 +87,8 @@ def _constant(value: object) -> bool:
 def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction | None:
     """A function as a call on these arguments shows it; None for one that no operator can call.
 
-    Such a function writes into an operand, draws random numbers, which would differ from rank to rank, or returns something
-    else than tensors.
+    Such a function writes into an operand, as its backward may do, draws random numbers, which would differ from rank to rank,
+    or returns something else than tensors.
     """
     given = _constants(args)
     operands = [one for one in args if isinstance(one, torch.Tensor)]
@@ -99,6 +100,9 @@ def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction |
     if [one._version for one in operands] != before or not torch.equal(torch.get_rng_state(), state):
         return None
     if not results or not all(isinstance(one, torch.Tensor) for one in results):
+        return None
+    differentiate([one for one in results if one.requires_grad], operands)
+    if [one._version for one in operands] != before:
         return None
     differentiable = any(one.requires_grad for one in results)
     memory = {one.untyped_storage().data_ptr() for one in operands}
@@ -113,6 +117,16 @@ def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction |
             i for i, one in enumerate(results) if differentiable and one.is_floating_point() and not one.requires_grad
         ),
     )
+
+
+def differentiate(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
+    """Run the backward of some results; what it raises is for those who need its gradients."""
+    wanted = [one for one in operands if one.requires_grad]
+    if results and wanted:
+        with contextlib.suppress(Exception):
+            torch.autograd.grad(
+                results, wanted, [torch.ones_like(one) for one in results], retain_graph=True, allow_unused=True
+            )
 
 
 def operator_of(call: AppliedFunction, example: Sequence[torch.Tensor]) -> FunctionOperator:

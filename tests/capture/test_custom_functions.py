@@ -93,6 +93,20 @@ class Clamped(Function):
         return gradient.clamp(-10, 10)
 
 
+class Observed(Function):
+    """Whose gradient is autograd's, and whose backward keeps statistics of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        ctx.seen = seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.seen.add_(gradient.abs().sum(0))
+        return gradient, None
+
+
 class Chosen(Function):
     """Whose gradient is autograd's where a mask of integers is zero (YOSO's attention)."""
 
@@ -240,6 +254,14 @@ def test_a_function_that_no_operator_can_call_is_refused(function: type[Function
         capture(Does(lambda x, _: function.apply(x, *args)), X)
     assert __file__ in refusal.value.details["at"]
     assert "custom_op" in refusal.value.details["fix"]
+
+
+@pytest.mark.parametrize("size", [4, 2048])
+def test_a_function_whose_backward_writes_a_buffer_is_refused(size: int) -> None:
+    model = Does(lambda x, _: Observed.apply(x, model.seen))
+    model.register_buffer("seen", torch.zeros(model.layer.out_features))
+    with pytest.raises(CaptureError, match="the backward of Observed would be lost"):
+        capture(model, torch.ones(size, model.layer.in_features))
 
 
 def test_a_function_of_large_operands_is_compared_on_small_ones() -> None:

@@ -119,3 +119,25 @@ def test_a_sparse_buffer_that_nothing_reads_is_left_out_and_one_of_the_state_dic
     model.register_buffer("other", torch.eye(4).to_sparse())
     with pytest.raises(CaptureError, match="the buffer other is sparse"):
         capture(model, torch.ones(2, 4))
+
+
+class Noted(nn.Module):
+    """Keeps its loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.aux = nn.Linear(4, 4), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.aux = y.square().mean()
+        return y.sum() + self.aux
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
+def test_what_a_call_left_in_an_attribute_may_be_captured_again() -> None:
+    """The copy that is kept for other lengths and for evaluation held it as a trained tensor that is no parameter."""
+    model = Noted()
+    model(torch.ones(8, 4)).backward()
+    for copied in (model, skeleton(model).module):
+        capture(copied, torch.ones(8, 4))

@@ -345,6 +345,35 @@ class Warm(nn.Module):
         return self.drop(self.layer(x)).sum() / self.temperature
 
 
+class Annealed(nn.Module):
+    """With a factor behind a property, and a function as attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act, self._beta = nn.Linear(6, 6), torch.relu, 1.0
+
+    @property
+    def beta(self) -> float:
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x)) * self.beta
+
+
+@pytest.mark.parametrize("name, value, said", [("beta", 0.5, "_beta"), ("act", torch.tanh, "act")])
+def test_what_is_behind_a_property_and_functions_are_settings_too(name: str, value: object, said: str) -> None:
+    model = Annealed()
+    parallel = autopar.parallelize(model, X, mesh=1)
+    parallel(X)
+    setattr(model, name, value)
+    with pytest.raises(InputError, match=f"{said} was set after the model was captured"):
+        parallel(X)
+
+
 def test_an_attribute_that_is_set_after_capture_is_refused_at_the_next_call() -> None:
     model = Warm()
     parallel = autopar.parallelize(model, X, mesh=1)
