@@ -1,10 +1,16 @@
-"""What autocast casts, so that the casts can be written into the program: the `autocast` of an operator's row says it."""
+"""What autocast casts, so that the casts can be written into the program: the `autocast` of an operator's row says it.
+
+Functions that forward calls have their operands cast while it is traced, as autocast does nothing on the meta device: what
+Python asks of the result (`y.dtype`, `x.to(y.dtype)`, `torch.finfo(y.dtype)`) is as it is for the user.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autopar.operators import rule_of
 from autopar.operators.facts import Autocast
@@ -32,3 +38,30 @@ def operand_dtype(target: str, operands: Sequence[torch.dtype], lower: torch.dty
 def castable(given: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether autocast touches a tensor of this dtype: floating, not double, and not what it should be."""
     return given.is_floating_point and given not in (torch.float64, wanted)
+
+
+def cast(function: object, args: tuple[object, ...]) -> tuple[object, ...]:
+    """The arguments of a function of torch as autocast gives them to it, where forward has turned that on."""
+    device = next((one for one in ("cuda", "cpu") if torch.is_autocast_enabled(one)), "")
+    if not device:
+        return args
+    lower = torch.get_autocast_dtype(device)
+    operands = [leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    wanted = operand_dtype(_overload(str(getattr(function, "__name__", "")).strip("_")), operands, lower)
+    if wanted is None:
+        return args
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(wanted) if castable(tensor.dtype, wanted) else tensor
+
+    found: tuple[object, ...] = pytree.tree_map_only(torch.Tensor, given, args)
+    return found
+
+
+@functools.lru_cache
+def _overload(name: str) -> str:
+    """The overload of an operator that autocast casts for; a name without a rule if there is none."""
+    packet = getattr(torch.ops.aten, name, None)
+    targets = [f"aten.{name}.{overload}" for overload in (packet.overloads() if packet is not None else ())]
+    cast = (target for target in targets if (rule := rule_of(target)) is not None and rule.autocast is not None)
+    return next(cast, name)

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import (
     assertions,
+    autocast,
     checkpoint_functions,
     covariance,
     custom_functions,
@@ -182,6 +183,7 @@ class Guards(TorchFunctionMode):
     ) -> object:
         """What a function of torch returns while the model is traced."""
         self.generators.refuse(source_location.of_frame(asker))
+        args = autocast.cast(func, args)
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
             with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)

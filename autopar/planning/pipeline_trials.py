@@ -193,26 +193,26 @@ class PipelineTrials(ABC):
             before, best = self.seconds, self._fastest_recut(known)
             if best is None:
                 break
-            self._again(*best)
+            made, over, asked = best
+            cut, _ = known[made]
+            known[made] = cut, math.inf
+            self._again(self.cuts(over, cut.schedule.microbatches).steps(cut.starts), over, cut, asked)
             if self.seconds >= before:
                 break
         self.fared["cut anew"] += self.seconds < first
 
-    def _fastest_recut(
-        self, known: dict[StagedStep, tuple[Cut, float]]
-    ) -> tuple[StageSteps, PipelineAxis, Cut, Options] | None:
-        """What is fastest when it is cut anew, if that is worth it; `known` has the cuts and what they save."""
+    def _fastest_recut(self, known: dict[StagedStep, tuple[Cut, float]]) -> PlannedPipeline | None:
+        """What is fastest when it is cut anew, if that is worth it; `known` has cuts, and what part of the step they take."""
         least, best = self.seconds, None
         for made, over, asked in [] if self.ended else self._planned:
             fixed = is_file(asked.schedule) or not (asked.stages == AUTO or isinstance(asked.stages, int))
             if fixed or made.seconds >= (1 + NEAR) * self.seconds:
                 continue
-            cuts = self.cuts(over, made.cut.schedule.microbatches)
             if made not in known:
-                known[made] = cuts.recut(made.cut, made.stage_seconds)
-            cut, share = known[made]
+                known[made] = self.cuts(over, made.cut.schedule.microbatches).recut(made.cut, made.stage_seconds)
+            _, share = known[made]
             if share < 1 - WORTH and share * made.seconds < least:
-                least, best = share * made.seconds, (cuts.steps(cut.starts), over, cut, asked)
+                least, best = share * made.seconds, (made, over, asked)
         return best
 
     def hide(self) -> None:

@@ -34,6 +34,7 @@ def region_seconds(rough: StageArray, sent: StageArray, cuts: Cuts, known: Seque
     """
     unit = OF_ALL * max(float(rough.sum()), 1e-30)
     _, kinds = np.unique(np.round(np.concatenate([rough / unit, sent[None]])), axis=1, return_inverse=True)
+    kinds = kinds.ravel()  # numpy 2.0 has it in two dims
     stage_of = np.repeat(np.arange(len(known)), np.diff(cuts))
     counts = np.zeros((len(known), kinds.max() + 1))
     np.add.at(counts, (stage_of, kinds), 1.0)
@@ -42,7 +43,7 @@ def region_seconds(rough: StageArray, sent: StageArray, cuts: Cuts, known: Seque
     found = list[StageArray]()
     for prices, stages in zip(rough[[0, 1, 1, 1]], takes, strict=True):
         classes = _fitted(prices[firsts], counts, stages)
-        said = counts @ classes
+        said = (counts * classes).sum(axis=1)  # by no matrix product, which machines round differently
         beside = np.divide(stages, said, out=np.zeros_like(stages), where=said > 0)
         found.append(classes[kinds] * beside[stage_of])
     return np.stack(found)
@@ -50,7 +51,7 @@ def region_seconds(rough: StageArray, sent: StageArray, cuts: Cuts, known: Seque
 
 def _fitted(rough: StageArray, counts: StageArray, stages: StageArray) -> StageArray:
     """What a region of each class takes, of one kind of seconds."""
-    whole = float((counts @ rough).sum())
+    whole = float((counts * rough).sum())
     if not whole or not stages.sum():
         return np.zeros_like(rough)
     even = rough * (stages.sum() / whole)

@@ -248,6 +248,22 @@ def test_autocast_becomes_casts() -> None:
     assert [op.target for op in program.ops].count("aten.to.dtype") == 3
 
 
+def test_dtypes_under_autocast_are_what_python_sees() -> None:
+    """Before, a product was float32 for who asked: on the meta device autocast does nothing."""
+    seen: list[list[torch.dtype]] = []
+
+    def asking(y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product = nn.functional.linear(y, y)
+            total = product.softmax(-1)
+        seen.append([product.dtype, total.dtype])
+        return y.to(product.dtype).sum() + total.sum()
+
+    program = capture(Does(asking), X).program
+    assert seen == [[torch.bfloat16, torch.float32]]  # as on GPUs
+    assert program.producer[":linear#0"].results[0].dtype is torch.bfloat16
+
+
 def test_batch_norm_stays_whole_and_counts_its_batches() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     program = interpreter.check(model, X).program
