@@ -294,7 +294,10 @@ def tied_gradients(tied: Sequence[tuple[nn.Parameter | None, Sequence[int]]], ra
             parameter.grad = None
     yield
     for (parameter, places), earlier in zip(tied, before, strict=True):
-        if parameter is None or not parameter.requires_grad:
+        if parameter is None:
+            continue
+        if not parameter.requires_grad:  # frozen since it was planned: what it has stays, as by torch
+            parameter.grad = earlier
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

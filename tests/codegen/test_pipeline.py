@@ -220,6 +220,13 @@ def test_a_weight_that_stages_share_and_none_trains_has_no_gradient(pool: Worker
         assert torch.equal(scale, torch.ones(8))
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_weight_that_stages_share_keeps_its_gradient_behind_freezing(zeroed: bool, pool: WorkerPool) -> None:
+    """It was dropped, where the loop of a plain module keeps it: an optimizer no longer moved the weight by its momentum."""
+    for errors in pool.run("tests.support.pipelines:frozen_in_between", zeroed, ranks=2, keep=True):
+        assert {name: error for name, error in errors.items() if not error <= EXACT} == {}  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("model, steps", [("gpt2", 4), *(further(model, 20) for model in ("gpt2", "t5", "albert"))])
 def test_copies_of_a_tied_parameter_stay_equal_to_the_bit(model: str, steps: int, pool: WorkerPool) -> None:
     case = model, steps

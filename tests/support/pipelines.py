@@ -197,6 +197,22 @@ def copies_of_ties(case: tuple[str, int]) -> list[torch.Tensor]:
     return [full_tensor(parallel.get_parameter(shared)).detach() for shared in sorted(pipeline.tied)]
 
 
+def frozen_in_between(zeroed: bool) -> dict[str, float]:
+    """Errors of the gradients of parameters that stages share, which are frozen after the first of two steps."""
+    model, sample = made("gpt2")
+    parallel = autopar.parallelize(model, sample, {"pp": 2}, device="h100", pipeline="pp", microbatches=2)
+    tied = sorted(parallel.autopar.plan.pipeline.tied)
+    for step in range(2):
+        parallel.step(**sample)
+        model(**sample)["loss"].backward()
+        for module in (parallel, model):
+            for name in tied:
+                module.get_parameter(name).requires_grad_(False)
+            if zeroed and not step:
+                module.zero_grad(set_to_none=False)
+    return {name: largest(parallel.get_parameter(name).grad, model.get_parameter(name).grad) for name in tied}
+
+
 class Detached(nn.Module):
     """Blocks that all read one weight, which gets no gradient of any."""
 
