@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import GroupName
 from autopar.capture import Captured
 from autopar.capture.python_state import Settings
 from autopar.codegen import ModuleState, OutputLayout, ParallelModule, emit
-from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, StageModule
+from autopar.codegen.pipeline_module import PipelineModule, PipelineParts, PipelineState, StageModule
 from autopar.ir.dynamic_dims import describe_sizes, dim_sizes
 from autopar.ir.layout import I, Layout, local_shape
 from autopar.ir.mesh import AutoMesh, Mesh
@@ -186,7 +186,7 @@ def _over(parallel: ParallelModule, captured: Captured, found: ResolvedPipeline)
     assert isinstance(parallel, PipelineModule), "it has stages"
     state = parallel.autopar
     inputs = state.inputs.resized(captured.signature.shapes)
-    builder = _Builder(captured, found, state.context, inputs, parallel.stages.rank)
+    builder = _Builder(captured, found, state.context, inputs, parallel.autopar.stages.rank)
     made = builder.over(tensors_of(parallel), state.rng_state.seed)
     made.autopar.rng_state = state.rng_state
     return made
@@ -233,11 +233,6 @@ class _Builder:
         read = {value.name for stage in stages.values() for value in stage.program.inputs}
         loop = hoisting(step, read)
         steps = steps_of(loop, {}, self.stage_context, unsharded=unsharded, gathers=step.loop) if loop else None
-        state = ModuleState(
-            plan=plan, signature=self.captured.signature, context=self.context, seed=seed, outputs=(), steps=steps,
-            inputs=self.inputs,
-        )  # fmt: skip
-        state.alike, state.storage = False, self.stage_context
         for stage in stages.values():
             stage.module.autopar.steps = steps
         parts = PipelineParts(
@@ -248,7 +243,9 @@ class _Builder:
             inputs=tuple(value.name for value in step.program.inputs if value not in step.hoisted or value.name in read),
             loss=[output.value for output in step.program.outputs].index(loss_of(step.program)),
         )
-        return PipelineModule(parts, stored, state)
+        state = PipelineState(parts, plan, self.captured.signature, self.context, seed, steps, self.inputs)
+        state.alike, state.storage = False, self.stage_context
+        return PipelineModule(stored, state)
 
     def _stored(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The stored tensors of this rank's stages.

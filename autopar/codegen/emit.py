@@ -21,7 +21,8 @@ from autopar.analysis.recomputability import is_random
 from autopar.analysis.weights import copies, weights
 from autopar.codegen.buckets import BucketCalls, FunctionCall
 from autopar.codegen.module_state import axis_names
-from autopar.codegen.names import STATE, SUFFIXES, identifier, is_attribute
+from autopar.codegen.names import STATE, SUFFIXES, attributes, identifier, is_attribute
+from autopar.codegen.pipeline_module import PipelineModule
 from autopar.codegen.recomputed import RecomputedValues
 from autopar.codegen.source import CodeGraph
 from autopar.ir.conversion import COLLECTIVES, Conversion, arrival
@@ -44,6 +45,7 @@ from autopar.search_space.candidates import Candidate, distributed, parts_of
 
 Target = str | Callable[..., object]
 WHOLE: Mapping[str, Layout] = {}
+TAKEN = attributes(PipelineModule)  # and so those of every emitted module
 
 
 def emit(
@@ -206,7 +208,7 @@ class _Emitter:
 
     def _attribute(self, path: str, name: str) -> fx.Node:
         """A parameter or buffer of the module, by a function call where Python or fx has another use for its name."""
-        if is_attribute(path):
+        if is_attribute(path, TAKEN):
             return self._node("get_attr", path, (), name)
         table = "_modules"
         if "." not in path:

@@ -11,8 +11,6 @@ from torch import fx, nn
 
 STATE = "autopar"  # the one attribute of the emitted module that is not the user's
 OWN = frozenset(dir(nn.Module()))  # attributes of every module
-# Attributes of the emitted module that hide the user's.
-TAKEN = frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), STATE, "run", "step", "accumulate", "joined"))
 # What a conversion's first primitive makes of a value, as a suffix of the name.
 SUFFIXES = {
     "all_reduce": "reduced", "all_gather": "gathered", "reduce_scatter": "scattered", "all_to_all": "exchanged",
@@ -37,12 +35,18 @@ def identifiers(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def is_attribute(path: str) -> bool:
+def attributes(module: type[fx.GraphModule]) -> frozenset[str]:
+    """The attributes that instances of a class have of their own, which hide the user's: methods, and what is declared."""
+    declared = (name for base in module.__mro__ for name in vars(base).get("__annotations__", ()))
+    return frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), *dir(module), *declared))
+
+
+def is_attribute(path: str, taken: frozenset[str]) -> bool:
     """Whether emitted code can access a parameter or buffer as an attribute.
 
     So it is if every part of its name is of ASCII letters, digits and underscores (of other letters Python makes one where they
-    look alike: NFKC), no keyword, and no attribute that the emitted module, or a plain one inside it, has of its own.
+    look alike: NFKC), no keyword, and no attribute that the emitted module (`taken`), or a plain one inside it, has of its own.
     """
     first, *rest = path.split(".")
     plain = all(re.fullmatch(r"\w+", part, re.ASCII) and not keyword.iskeyword(part) for part in (first, *rest))
-    return plain and first not in TAKEN and OWN.isdisjoint(rest)
+    return plain and first not in taken and OWN.isdisjoint(rest)

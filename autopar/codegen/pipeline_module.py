@@ -11,27 +11,32 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from autopar.capture import Signature
 from autopar.codegen.compiled import eager
 from autopar.codegen.graph_module import HELD
 from autopar.codegen.module import ParallelModule
 from autopar.codegen.module_state import ModuleState
+from autopar.codegen.steps import Steps
 from autopar.errors import InputError
 from autopar.ir.program import Program, Value
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 from autopar.pipeline.transfers import with_messages
 from autopar.plan.pipeline import Pipeline
+from autopar.plan.plan import Plan
 from autopar.plan.stages import differentiated
 from autopar.runtime.call_agreement import CallAgreement
 from autopar.runtime.computed_gradients import ComputedGradients, set_aside
 from autopar.runtime.gradient_norm import norm_of
+from autopar.runtime.input_parts import InputParts
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
 from autopar.runtime.rematerialize.recompute import Tensors
+from autopar.runtime.world import Context
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -75,6 +80,36 @@ class PipelineParts:
         return replace(self, stages=copied)
 
 
+class PipelineState(ModuleState):
+    """The state of a module in stages: its stages, what they run, and what is known of its last call."""
+
+    def __init__(
+        self,
+        stages: PipelineParts,
+        plan: Plan,
+        signature: Signature,
+        context: Context,
+        seed: int,
+        steps: Steps | None,
+        inputs: InputParts,
+    ) -> None:
+        super().__init__(plan, signature, context, seed, (), steps, inputs)
+        self.stages = stages
+        self.compiler: Compiler | None = None  # once `compile` was called
+        self.differentiated = False  # whether the loss of the last call was
+        order, seconds = stages.pipeline.order, stages.pipeline.seconds
+        self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
+        with_gradient = differentiated(stages.program, stages.program.outputs[stages.loss].value)
+        self.tied = {name: of for name, of in sorted(stages.pipeline.tied.items()) if name in with_gradient}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PipelineState:
+        """A state with stages of its own, which are compiled anew."""
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, PipelineState)
+        copied.stages, copied.compiler = copy.deepcopy(self.stages, memo), None
+        return copied
+
+
 class PipelineModule(ParallelModule):
     """One rank's stages of a parallel model in a pipeline, built by `autopar.parallelize`.
 
@@ -82,25 +117,13 @@ class PipelineModule(ParallelModule):
     hands its gradients over; `step` does both at once. `code` is that of the rank's first stage.
     """
 
-    def __init__(self, parts: PipelineParts, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
-        first, *_ = parts.stages.values()
-        super().__init__(first.module.graph, _stored_by(parts.program, tensors), tensors, state)
-        self.stages = parts
-        self.compiler: Compiler | None = None  # once `compile` was called
-        self.differentiated = False  # whether the loss of the last call was
-        order, seconds = parts.pipeline.order, parts.pipeline.seconds
-        self.trained, self.forwards = with_messages(order, seconds), with_messages(_forwards(order), seconds)
-        with_gradient = differentiated(parts.program, parts.program.outputs[parts.loss].value)
-        self.tied = {name: stages for name, stages in sorted(parts.pipeline.tied.items()) if name in with_gradient}
-        for stage in parts.stages.values():
-            stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
+    autopar: PipelineState
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A module with its own parameters, in the same processes, which its stages share; it is compiled anew."""
-        memo.update({id(same): same for same in (self.trained, self.forwards)})
-        copied = super().__deepcopy__(memo)
-        copied.compiler = None
-        return copied
+    def __init__(self, tensors: Mapping[str, torch.Tensor], state: PipelineState) -> None:
+        first, *_ = state.stages.stages.values()
+        super().__init__(first.module.graph, _stored_by(state.stages.program, tensors), tensors, state)
+        for stage in state.stages.stages.values():
+            stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
 
     @eager
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -117,20 +140,20 @@ class PipelineModule(ParallelModule):
             RankError: a stage failed, here or on another rank.
         """
         found: list[Sequence[torch.Tensor | None]] = []
-        with self.stages.rank.failures.watched():
+        with self.autopar.stages.rank.failures.watched():
             serving, tensors = self._begun("a call", args, kwargs)
             if not torch.is_grad_enabled():
-                serving._run(serving.forwards, tensors, lambda outputs: found.append(outputs))
+                serving._run(serving.autopar.forwards, tensors, lambda outputs: found.append(outputs))
                 return serving.autopar.signature.rebuild(serving.joined(found))
 
             def loss(outputs: Tensors) -> torch.Tensor:
                 found.append([None if output.ndim else output.detach() for output in outputs])
-                return self._scaled(outputs[serving.stages.loss])
+                return self._scaled(outputs[serving.autopar.stages.loss])
 
             computed, trained = self._computed(lambda: serving._accumulate(tensors, loss, self.autopar.agreement))
             joined = serving.joined(found)
         scalars = {place: output for place, output in enumerate(joined) if output is not None and output.is_floating_point()}
-        for place, output in computed.attached(scalars, serving.stages.loss, trained).items():
+        for place, output in computed.attached(scalars, serving.autopar.stages.loss, trained).items():
             joined[place] = output
         return serving.autopar.signature.rebuild(joined)
 
@@ -141,7 +164,7 @@ class PipelineModule(ParallelModule):
             step()
             gradients = [parameter.grad for parameter in trained]
         scale = self._scaled(torch.ones((), device=self.autopar.context.device))
-        return ComputedGradients(gradients, scale=scale, told=partial(setattr, self, "differentiated", True)), trained
+        return ComputedGradients(gradients, scale=scale, told=partial(setattr, self.autopar, "differentiated", True)), trained
 
     @eager
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -159,17 +182,17 @@ class PipelineModule(ParallelModule):
         """
         losses: list[torch.Tensor] = []
 
-        with self.stages.rank.failures.watched():
+        with self.autopar.stages.rank.failures.watched():
             serving, tensors = self._begun("a step", args, kwargs)
 
             def loss(outputs: Tensors) -> torch.Tensor:
-                found = outputs[serving.stages.loss]
+                found = outputs[serving.autopar.stages.loss]
                 losses.append(found.detach())
                 return self._scaled(found)
 
             serving._accumulate(tensors, loss, self.autopar.agreement)
             total = torch.stack(losses).sum() if losses else None
-            return self._from_last(total, self.stages.outputs[self.stages.loss].dtype)
+            return self._from_last(total, self.autopar.stages.outputs[self.autopar.stages.loss].dtype)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the programs of this rank's stages in place, by `torch.compile` with these arguments; all ranks call it.
@@ -184,21 +207,21 @@ class PipelineModule(ParallelModule):
         Raises:
             InputError: the schedule has backwards in halves.
         """
-        pipeline = self.stages.pipeline
+        pipeline = self.autopar.stages.pipeline
         if pipeline.order.deferred:
             what = f"the schedule {pipeline.schedule} defers gradients of weights, which a compiled backward makes at once"
             raise InputError(what, fix="plan with compiled=True, which chooses another; or train it as it is")
         self._compile_stages(partial(torch.compile, *args, **self._compiling(args, kwargs)))
 
     def _compile_stages(self, compiler: Compiler) -> None:
-        self.compiler = compiler
-        for stage in self.stages.stages.values():
+        self.autopar.compiler = compiler
+        for stage in self.autopar.stages.stages.values():
             stage.module.autopar.compiled_program = compiler(stage.module._program)
             stage.module.autopar.accumulator.defer_all = True
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""
-        parts = self.stages
+        parts = self.autopar.stages
         last = parts.stages.get(parts.pipeline.order.stages - 1)
         joined: list[torch.Tensor | None] = [*last.module.joined(outputs)] if last else [None] * len(parts.outputs)
         for place, output in enumerate(parts.outputs):
@@ -211,7 +234,7 @@ class PipelineModule(ParallelModule):
 
         Raises RuntimeError as every module does; of a whole model's tensors, on every rank for all that is missing.
         """
-        elsewhere = self.stages.saved.difference(self.state_dict())
+        elsewhere = self.autopar.stages.saved.difference(self.state_dict())
         own = {name: given for name, given in state_dict.items() if name not in elsewhere}
         lacking = sorted(elsewhere.difference(state_dict)) if len(own) < len(state_dict) else []
         missing, unexpected = super().load_state_dict(own, strict, assign)
@@ -224,25 +247,25 @@ class PipelineModule(ParallelModule):
 
     def gather(self, results: object) -> Any:
         """What a call without gradients returned, whole on every rank: that of the ranks of the last stage."""
-        order = self.stages.pipeline.order
-        return self.stages.rank.results_from(super().gather(results), order.rank_of[order.stages - 1])
+        order = self.autopar.stages.pipeline.order
+        return self.autopar.stages.rank.results_from(super().gather(results), order.rank_of[order.stages - 1])
 
     def _accumulate(
         self, inputs: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None], agreement: CallAgreement
     ) -> None:
         """A step by the schedule; `loss` is called on the ranks of the last stage."""
         agreement.settle()
-        order, held = self.stages.pipeline.order, dict(self.named_parameters(remove_duplicate=False))
+        order, held = self.autopar.stages.pipeline.order, dict(self.named_parameters(remove_duplicate=False))
         tied = [
             (held.get(name), sorted({order.rank_of[stage] for stage in of}, key=[order.rank_of[s] for s in of].index))
-            for name, of in self.tied.items()
+            for name, of in self.autopar.tied.items()
         ]
-        with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.stages.rank), torch.enable_grad():
-            self._run(self.trained, inputs, loss)
+        with tied_gradients([(p, ranks) for p, ranks in tied if len(ranks) > 1], self.autopar.stages.rank), torch.enable_grad():
+            self._run(self.autopar.trained, inputs, loss)
 
     def _gradient_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
-        order, rank = self.stages.pipeline.order, self.stages.rank
-        elsewhere = {name for name, of in self.stages.pipeline.tied.items() if order.rank_of[of[0]] != rank.index}
+        order, rank = self.autopar.stages.pipeline.order, self.autopar.stages.rank
+        elsewhere = {name for name, of in self.autopar.stages.pipeline.tied.items() if order.rank_of[of[0]] != rank.index}
         counted = (parameter for name, parameter in parameters.items() if name not in elsewhere)
         return rank.norm(norm_of(counted, norm_type), norm_type)
 
@@ -250,20 +273,20 @@ class PipelineModule(ParallelModule):
         self, kind: str, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[PipelineModule, Sequence[torch.Tensor]]:
         """The stages that serve a call, and its checked inputs, after the ranks have compared theirs."""
-        after = " after loss.backward()" if self.differentiated else ""
+        after = " after loss.backward()" if self.autopar.differentiated else ""
         serving, tensors = self._agreed(kind + after, lambda: self._bound(args, kwargs))
         self.autopar.agreement.settle()
-        self.differentiated = False
+        self.autopar.differentiated = False
         assert isinstance(serving, PipelineModule), "stages are served by stages"
-        if self.compiler and serving.compiler is not self.compiler:
-            serving._compile_stages(self.compiler)
+        if self.autopar.compiler and serving.autopar.compiler is not self.autopar.compiler:
+            serving._compile_stages(self.autopar.compiler)
         return serving, tensors
 
     def _run(
         self, schedule: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
     ) -> None:
         """Run this rank's actions of a schedule, with its messages, on the micro-batches of a batch."""
-        parts, state = self.stages, self.autopar
+        parts, state = self.autopar.stages, self.autopar
         given = [dict(zip(parts.inputs, part, strict=True)) for part in self._parts(tensors)]
         first = state.rng_state.call
 
@@ -302,9 +325,9 @@ class PipelineModule(ParallelModule):
 
     def _from_last(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """A scalar of the last stage's ranks, on every rank."""
-        order = self.stages.pipeline.order
+        order = self.autopar.stages.pipeline.order
         mine = torch.zeros((), dtype=dtype, device=self.autopar.context.device) if tensor is None else tensor.detach().clone()
-        return self.stages.rank.from_rank(mine, order.rank_of[order.stages - 1])
+        return self.autopar.stages.rank.from_rank(mine, order.rank_of[order.stages - 1])
 
 
 def _forwards(order: PipelineSchedule) -> PipelineSchedule:
@@ -322,4 +345,4 @@ def _stored_by(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program
     return Program(ops=(), inputs=(), parameters=parameters, buffers=buffers, outputs=())
 
 
-__all__ = ["PipelineModule", "PipelineParts", "StageModule"]
+__all__ = ["PipelineModule", "PipelineParts", "PipelineState", "StageModule"]

@@ -110,7 +110,7 @@ def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -
         InputError: a file is missing or damaged, or a tensor is missing or has another shape.
     """
     with SafetensorsReader(folder) as reader:
-        names = parallel.stages.saved if isinstance(parallel, PipelineModule) else parallel.state_dict().keys()
+        names = parallel.autopar.stages.saved if isinstance(parallel, PipelineModule) else parallel.state_dict().keys()
         aliases = _aliases(names, _prefix(model))
         load(parallel, reader, aliases)
         known = {*names, *aliases.values()}
@@ -144,7 +144,7 @@ def _whole_tensors(parallel: nn.Module) -> Iterator[tuple[Sequence[str], torch.T
     if not isinstance(parallel, PipelineModule):
         yield from ((names, full_tensor(own[names[0]].detach())) for names in tied.values())
         return
-    rank, sent = parallel.stages.rank, set[str]()
+    rank, sent = parallel.autopar.stages.rank, set[str]()
     with_rank_0 = not any(parallel.autopar.storage.coordinates)  # along the pipeline's axis
     described = [(tuple(names), tuple(own[names[0]].shape), own[names[0]].dtype) for names in tied.values()]
     for place, tensors in enumerate(rank.described_by_all(described)):

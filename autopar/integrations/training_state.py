@@ -94,7 +94,7 @@ def name_groups(groups: Sequence[OptimizerGroup], parallel: ParallelModule) -> N
     """Give each group its names in all stages: those of one rank are written, and each rank finds its groups by names."""
     if not isinstance(parallel, PipelineModule):
         return
-    every: list[list[list[str]]] = parallel.stages.rank.described_by_all([group["params"] for group in groups])
+    every: list[list[list[str]]] = parallel.autopar.stages.rank.described_by_all([group["params"] for group in groups])
     if len(numbers := sorted({len(own) for own in every})) > 1:
         found = " and ".join(map(str, numbers))
         raise InputError(

@@ -53,7 +53,7 @@ def numbers(case: Mapping[str, Any]) -> tuple[list[float], int, int]:
     assert found[0][1].keys() == found[1][1].keys()
     pairs = [*zip(found[0][0], found[1][0], strict=True), *((found[0][1][name], one) for name, one in found[1][1].items())]
     differences = [pipelines.largest(one, eager) for one, eager in pairs]
-    return differences, int(counters["stats"]["unique_graphs"]), len(parallel.stages.stages)
+    return differences, int(counters["stats"]["unique_graphs"]), len(parallel.autopar.stages.stages)
 
 
 def _run(parallel: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> Run:

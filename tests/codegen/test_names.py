@@ -6,6 +6,7 @@ import builtins
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.codegen.names import identifiers
+from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
@@ -103,6 +105,40 @@ def test_on_a_mesh_with_such_axes_numbers_are_equal_too(pool: WorkerPool) -> Non
     report = verify(Called(names), (batch_of(names),), on, plan, Options(), pool)
     assert report.ok, str(report)
     assert "[red].[red]" in str(report)
+
+
+class Scaled(nn.Module):
+    """Two blocks, and the product with parameters of given names."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+        self.stages = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.rand(4) + 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.stages:
+            x = block(x)
+        for name in self.names:
+            x = x * self._parameters[name]  # type: ignore[operator]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": 1}, {"mesh": {"pp": 1}, "pipeline": "pp", "stages": 2, "microbatches": 2}], ids=str
+)
+def test_what_is_named_like_a_method_or_attribute_of_the_parallel_module_is_trained(options: dict[str, Any]) -> None:
+    """A submodule `gather` was our method, and `stages` (ConvNeXt, Swin) an attribute that torch refused to set."""
+    ours = {*dir(PipelineModule), *PipelineModule.__annotations__, "compiler", "tied"} - {*dir(nn.Module)}
+    names = sorted(name for name in ours if not name.startswith("__"))
+    assert {"gather", "step", "_loss", "data_rank"} < {*names}
+    model, x = Scaled(names), torch.randn(8, 4)
+    parallel = autopar.parallelize(model, x, device="h100", **options)
+    (loss := model(x)).backward()
+    torch.testing.assert_close(parallel.step(x), loss.detach())
+    for name, parameter in parallel.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
 def test_different_names_have_different_identifiers() -> None:

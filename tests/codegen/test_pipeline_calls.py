@@ -58,9 +58,9 @@ def looped(case: dict[str, Any]) -> dict[str, float]:
                 errors[f"{name} {turn}"] = largest(parameter.grad, own[name].grad)
         parallel.zero_grad()
         model.zero_grad()
-        if 0 in parallel.stages.stages:  # whose rank then trains what is shared, or nothing
+        if 0 in parallel.autopar.stages.stages:  # whose rank then trains what is shared, or nothing
             for name, parameter in parallel.named_parameters():
-                if name not in parallel.stages.pipeline.tied:
+                if name not in parallel.autopar.stages.pipeline.tied:
                     parameter.requires_grad_(False)
                     own[name].requires_grad_(False)
     return errors

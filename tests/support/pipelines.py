@@ -312,7 +312,7 @@ def held_and_planned(parallel: Any, sample: models.Sample) -> tuple[int, int]:
         optimizer.zero_grad()
 
     measured = peak(parallel, optimizer, sample.values(), step).bytes
-    return measured, parallel.autopar.plan.pipeline.memory[parallel.stages.rank.index]
+    return measured, parallel.autopar.plan.pipeline.memory[parallel.autopar.stages.rank.index]
 
 
 def within_budget(case: Case) -> tuple[tuple[int, int], list[float], str]:

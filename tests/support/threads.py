@@ -69,7 +69,7 @@ class Threads(WorkerPool):
             module = assembled_stages(payload.captured, payload.tensors, found, context)
             with recorded(context.known_axes) as log:
                 here = results(module, program, payload.inputs, loss)
-            stages = [(stage.module, found.resolved[number]) for number, stage in module.stages.stages.items()]
+            stages = [(stage.module, found.resolved[number]) for number, stage in module.autopar.stages.stages.items()]
             on, errors = stages[0][0].autopar.context, {}
             for key, tensor in here.items():
                 of = (layout(key, *stage) for stage in stages if key[0] != "output" or stage[0].autopar.outputs)
