@@ -25,7 +25,7 @@ def norm_of(parameters: Iterable[nn.Parameter], norm_type: float) -> torch.Tenso
     if mesh is None or norm_type <= 0:
         norm = nn.utils.get_total_norm(gradients, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
+    dtype = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients))
     own = nn.utils.get_total_norm([_part(gradient) for gradient in gradients if _counts(gradient, mesh)], norm_type)
     # For powers; and it may be of no gradient, or of some on the host.
     own = own.to(mesh.device_type, torch.promote_types(dtype, torch.float32))

@@ -147,11 +147,23 @@ def test_a_parameter_that_is_unfrozen_afterwards_is_refused() -> None:
         parallel(x)
 
 
-def norms(_: None) -> list[str]:
+class Spectral(Net):
+    """A net with a complex weight, as layers in frequencies have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(2, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.filter.repeat(4, 1), n=8))
+
+
+def norms(make: type[Net]) -> list[str]:
     """Compares norms of gradients that are split over both axes, over one, or not at all; the messages of warnings."""
-    plain = Net()
+    plain = make()
     layouts = {"body.0.weight": "S(0), S(1)", "body.0.bias": "I, S(0)", "body.2.weight": "S(1), I", "body.2.bias": "I, I"}
-    parallel = autopar.parallelize(Net(), batches()[0, 0], (2, 2), device="h100", constraints=layouts)
+    layouts |= {"filter": "I, S(0)"} if make is Spectral else {}
+    parallel = autopar.parallelize(make(), batches()[0, 0], (2, 2), device="h100", constraints=layouts)
     for module in (plain, parallel):
         module(batches()[0, 0]).backward()
     with warnings.catch_warnings(record=True) as caught:
@@ -166,8 +178,11 @@ def norms(_: None) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_the_norm_of_gradients_in_any_layout_is_that_of_the_whole_ones_and_warns_of_nothing(pool: WorkerPool) -> None:
-    assert pool.run(f"{__name__}:norms", ranks=4, keep=True) == [[]] * 4
+@pytest.mark.parametrize("make", [Net, Spectral])
+def test_the_norm_of_gradients_in_any_layout_is_that_of_the_whole_ones_and_warns_of_nothing(
+    make: type[Net], pool: WorkerPool
+) -> None:
+    assert pool.run(f"{__name__}:norms", make, ranks=4, keep=True) == [[]] * 4
 
 
 def composed(_: None) -> None:
