@@ -66,9 +66,10 @@ class Untraced:
         self._inner.__exit__(*error)
 
 
-def recomputes(graph: fx.Graph) -> bool:
-    """Whether an emitted program marks what its backward recomputes, gathers again or fetches."""
-    return any(node.op == "get_attr" and node.target == f"{STATE}.rematerializer" for node in graph.nodes)
+def uses(graph: fx.Graph, name: str) -> bool:
+    """Whether an emitted program passes on an object of the module's state: `rng_state` if it draws random numbers, or
+    `rematerializer` if it marks what its backward recomputes, gathers again or fetches."""
+    return any(node.op == "get_attr" and node.target == f"{STATE}.{name}" for node in graph.nodes)
 
 
 def traceable(graph: fx.Graph) -> bool:
@@ -128,4 +129,4 @@ def inductor_options(*, overlap: bool = True, async_tensor_parallel: bool = Fals
     return options
 
 
-__all__ = ["Untraced", "around", "compiling", "eager", "inductor_options", "recomputes", "shared_weights", "traceable"]
+__all__ = ["Untraced", "around", "compiling", "eager", "inductor_options", "shared_weights", "traceable", "uses"]

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.call_checks import aspects_of, check_gradients, checked_call, on_meta
-from autopar.codegen.compiled import around, eager, inductor_options, recomputes, shared_weights, traceable
+from autopar.codegen.compiled import Untraced, around, eager, inductor_options, shared_weights, traceable, uses
 from autopar.codegen.module_state import ModuleState
 from autopar.codegen.program_module import ProgramModule
 from autopar.codegen.variants import combinations
@@ -35,7 +35,8 @@ class ParallelModule(ProgramModule):
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(graph, "ParallelModule")
         self.autopar = state
-        state.recomputes, state.traceable, state.shared_weights = recomputes(graph), traceable(graph), shared_weights(graph)
+        state.draws, state.recomputes = uses(graph, "rng_state"), uses(graph, "rematerializer")
+        state.traceable, state.shared_weights = traceable(graph), shared_weights(graph)
         held = (*program.parameters, *program.buffers)
         state.constant = frozenset(
             name for stored in held if stored.used and not stored.value.requires_grad for name in stored.names
@@ -56,8 +57,9 @@ class ParallelModule(ProgramModule):
         Raises:
             InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
         """
-        serving, tensors = self._agreed("a forward", lambda: self._bound(args, kwargs))
-        return serving._rebuilt(serving._outputs(tensors, self.autopar.agreement))
+        with Untraced(partial(self.autopar.rng_state.repeatable, self.training)):
+            serving, tensors = self._agreed("a forward", lambda: self._bound(args, kwargs))
+            return serving._rebuilt(serving._outputs(tensors, self.autopar.agreement))
 
     @around
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:

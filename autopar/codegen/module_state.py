@@ -77,6 +77,7 @@ class ModuleState:
         self.mode = True  # `training` when the model was captured
         self.scaler: torch.amp.GradScaler | None = None  # of the loss of a step
         self.stepped: StepsInBackward | None = None  # steps some weights before the optimizer does
+        self.draws = False  # whether the emitted program draws random numbers
         self.recomputes = False  # whether the emitted program marks what its backward recomputes
         self.traceable = True  # whether torch.compile can trace it
         self.shared_weights: fx.Graph | None = None  # what is made ahead of compiled micro-batches

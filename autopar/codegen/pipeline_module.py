@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from autopar.analysis.fits import fit_of
+from autopar.analysis.recomputability import is_random
 from autopar.capture import Signature
 from autopar.codegen.compiled import eager
 from autopar.codegen.graph_module import HELD
@@ -35,6 +37,7 @@ from autopar.runtime.computed_gradients import ComputedGradients, set_aside
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
+from autopar.runtime.random import saves_for_checkpoint
 from autopar.runtime.rematerialize.recompute import Tensors
 from autopar.runtime.world import Context
 
@@ -121,7 +124,9 @@ class PipelineModule(ParallelModule):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], state: PipelineState) -> None:
         first, *_ = state.stages.stages.values()
-        super().__init__(first.module.graph, _stored_by(state.stages.program, tensors), tensors, state)
+        program = state.stages.program
+        super().__init__(first.module.graph, _stored_by(program, tensors), tensors, state)
+        state.draws = any(is_random(op, fit_of(program, op.name)) for op in program.ops)  # on all ranks alike
         for stage in state.stages.stages.values():
             stage.module.__dict__.update({name: self.__dict__[name] for name in HELD})
 
@@ -136,11 +141,16 @@ class PipelineModule(ParallelModule):
         gradients to `.grad`, times what the loss was multiplied by in between; until then they are held beside those there.
 
         Raises:
-            InputError: the arguments do not match the planned call.
+            InputError: the arguments do not match the planned call; or it is in a checkpoint that is not reentrant.
             RankError: a stage failed, here or on another rank.
         """
+        if saves_for_checkpoint():
+            raise InputError(
+                "a call of pipeline stages in torch.utils.checkpoint: it runs its backward, in which it would be made again",
+                fix='call it outside, and plan with recompute="blocks"; or checkpoint(..., use_reentrant=True)',
+            )
         found: list[Sequence[torch.Tensor | None]] = []
-        with self.autopar.stages.rank.failures.watched():
+        with self.autopar.stages.rank.failures.watched(), self.autopar.rng_state.repeatable(self.training):
             serving, tensors = self._begun("a call", args, kwargs)
             if not torch.is_grad_enabled():
                 serving._run(serving.autopar.forwards, tensors, lambda outputs: found.append(outputs))
@@ -321,7 +331,7 @@ class PipelineModule(ParallelModule):
         for stage in parts.stages.values():
             stage.module.training = self.training
         PipelineStep(schedule, stages, parts.rank, loss).run()
-        state.rng_state.call = first + len(given)
+        state.rng_state.advance(len(given), draws=state.draws)
 
     def _from_last(self, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """A scalar of the last stage's ranks, on every rank."""

@@ -94,7 +94,7 @@ class ProgramModule(GraphModule):
     @around
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
-        self.autopar.rng_state.advance()
+        self.autopar.rng_state.advance(draws=self.autopar.draws)
         program = self.autopar.compiled_program or self._program
         found: list[torch.Tensor] = program(inputs) if self.autopar.traceable else self._untraced(inputs)
         return found

@@ -2,19 +2,31 @@
 
 Each operator draws from its own seed, a hash of (seed of the model, number of the call, number of the operator, this rank's
 coordinates on the mesh axes that split the operator). The caller's generators are restored afterwards.
+
+A call that may be made a second time (`torch.utils.checkpoint` around the model) takes its number from the state of torch's
+generator, which the second one finds as the first did:
+
+    y = checkpoint(parallel, x)     call 7, which began in this state of the generator; it draws one number from it
+    z = parallel(x)                 call 8, of a plain loop: nothing is drawn from the generator
+    y.sum().backward()              the generator is as it was when call 7 began: call 7 once more, with the same masks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.utils import checkpoint
 
 from autopar.errors import InputError
 from autopar.runtime.drawing import drawn, seed_from
 from autopar.runtime.traced_random import traced
 from autopar.runtime.world import Axis, Context
+
+KEPT = 2**14  # calls that may be made again, at most: as many as are between a forward and its backward
 
 
 class RngState:
@@ -31,12 +43,32 @@ class RngState:
         self.numbers = torch.tensor(
             [seed, 0], device="cpu"
         )  # both, as compiled code takes them: a number would be a constant of it
+        self._begun: dict[bytes, int] = {}  # how many calls were before, by the state of torch's generator where one began
+        self._repeatable = False  # whether the present call may be made again
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def advance(self) -> None:
-        """Start the next call of the model."""
-        self.call += 1
+    def advance(self, calls: int = 1, *, draws: bool = True) -> None:
+        """Start the next call of the model, or count as many; `draws` says whether its program draws at all."""
+        self.call += calls
         self.numbers = torch.tensor([self.seed, self.call], device="cpu")
+        if draws and self._repeatable:
+            torch.rand((), device="cpu")  # so that the next call begins in another state
+
+    @contextmanager
+    def repeatable(self, training: bool) -> Iterator[None]:
+        """Around a call: two that may be made again draw the same if torch's generator is in the same state, as by torch."""
+        if not _may_be_made_again(training):
+            yield
+            return
+        state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).digest()
+        latest, self._repeatable = self.call, True
+        self.call = self._begun.setdefault(state, latest)
+        if len(self._begun) > KEPT:
+            del self._begun[next(iter(self._begun))]
+        try:
+            yield
+        finally:
+            self.call, self._repeatable = max(self.call, latest), False
 
     def seed_of(self, index: int, axes: Sequence[Axis]) -> int:
         """The seed of operator number `index` on this rank, 0 <= seed < 2**63."""
@@ -60,6 +92,22 @@ class RngState:
         copied = RngState(self.seed)
         copied.call = self.call
         return copied
+
+
+def _may_be_made_again(training: bool) -> bool:
+    """Whether a forward is one of `torch.utils.checkpoint`, or its second run, as far as that can be told.
+
+    A first one records nothing, or has hooks on what it saves; a second one runs in a backward.
+    """
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    unrecorded = training and not torch.is_grad_enabled()
+    return hooked or unrecorded or torch._C._current_graph_task_id() != -1
+
+
+def saves_for_checkpoint() -> bool:
+    """Whether what autograd saves now goes to a `torch.utils.checkpoint` that is not reentrant, and is computed again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 
 
 def agreed_seed(context: Context) -> int:
