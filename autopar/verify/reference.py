@@ -41,7 +41,7 @@ def module_results(
         outputs = _outputs(model(*args, **kwargs), captured)
         leaves = (*model.parameters(), *pytree.tree_leaves((args, kwargs)))
         found = _gradients((loss or differentiated_sum)(outputs), held, leaves)
-    result = {("output", end.path): output.detach() for end, output in zip(program.outputs, outputs, strict=False)}
+    result = {("output", end.path): output.detach().clone() for end, output in zip(program.outputs, outputs, strict=False)}
     result |= {("gradient", name): gradient for name, gradient in found.items()}
     now = dict(dense_buffers(model)) | {name: buffer for name, buffer in buffers.items() if name in parameters}
     for name, buffer in now.items():

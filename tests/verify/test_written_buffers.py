@@ -125,6 +125,28 @@ def test_what_differs_between_micro_batches_is_not_written(kind: str) -> None:
     assert "microbatches=1" in refusal.value.details["fix"]
 
 
+class Counting(nn.Module):
+    """A layer, and a count of calls that forward returns as it is, or a view of it."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        return self.layer(x).square().mean(), self.calls, self.calls[:2]
+
+
+def test_a_written_buffer_that_is_returned_is_compared_as_it_was_returned(threads: Threads) -> None:
+    model = Counting()
+    report = verification.verify(model, X, (2,), None, Options(device="h100"), threads)
+    assert report.ok, report
+    assert not model.calls.any()
+
+
 def test_what_depends_on_the_whole_batch_but_on_no_weights_is_written_once(threads: Threads) -> None:
     model = Remembering("inputs")
     plan = autopar.plan(model, X, (2,), device="h100", microbatches=2)
