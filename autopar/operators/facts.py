@@ -41,6 +41,8 @@ class OpKind(Enum):
     FILL = "one number everywhere"
     DRAW = "floating-point numbers drawn from a distribution, and nothing else"
     DRAW_INTEGERS = "whole numbers drawn from a range, and nothing else"
+    DRAW_COUNTS = "counts drawn from a distribution, and nothing else"
+    DRAW_CLASSES = "classes drawn by their weights, and nothing else"
     DROPOUT = "the operand with some elements zeroed by a mask of its size"
     AND = "true where both operands are"
     OR = "true where one of the operands is"

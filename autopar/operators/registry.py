@@ -12,6 +12,7 @@ from autopar.ir.layout import Shape
 from autopar.ir.program import Argument, Op, Value, aten, overload, refs
 from autopar.ir.schema import bound
 from autopar.operators.call import Call, Local
+from autopar.operators.certain_draws import CLASSES, NUMBERS
 from autopar.operators.double_precision import DOUBLE
 from autopar.operators.facts import Alias, Autocast, Mean, OpKind
 from autopar.operators.families import (
@@ -33,7 +34,7 @@ from autopar.operators.families import (
     reductions,
     views,
 )
-from autopar.operators.rule import OpSharding, ParallelForm, Rule
+from autopar.operators.rule import OpSharding, ParallelForm, Rule, op
 
 FAMILIES: Mapping[str, ModuleType] = {  # under the titles of docs/operators.md
     "Element by element: one tensor": pointwise_unary,
@@ -64,6 +65,9 @@ OTHERS: Mapping[str, Rule] = {
     "transformers.grouped_mm_fallback.default": contraction.GROUPED_ROWS,
     # in double precision
     **{double: RULES[target] for target, double in DOUBLE.items()},
+    # in the place of what is drawn
+    CLASSES: op("... _ -> ... _", alone=True),
+    NUMBERS: op("..., ... -> ..."),
     # without a rule for splitting
     "aten._reshape_alias.default": Rule(alias=Alias.ALWAYS, kind=OpKind.RESHAPE),
     "aten.nll_loss2d.default": Rule(mean=Mean.TARGETS, autocast=Autocast.FP32),

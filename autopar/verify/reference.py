@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from types import FunctionType
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import Captured
 from autopar.capture.meta_copy import dense_buffers
 from autopar.capture.returned import read_result
 from autopar.capture.trace_guards import unasked
 from autopar.operators import row_named, writes
+from autopar.operators.certain_draws import certain_classes
 from autopar.operators.facts import OpKind
-from autopar.passes.no_dropout import DRAWS, HALF
+from autopar.passes.no_dropout import CONSTANTS, DRAWS
 from autopar.runtime.storage import local_part_like, to_local
 
 Loss = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]  # of outputs
@@ -133,10 +138,29 @@ class _NoDropout(TorchFunctionMode):
             args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         if name == "rrelu":
             args, given = args[:3], {n: a for n, a in given.items() if n != "training"}
-        found: object = func(*args, **given)  # type: ignore[operator]
-        if kind in DRAWS and isinstance(found, torch.Tensor):
-            return found.fill_(HALF if kind is OpKind.DRAW else _least(args, given))
+        with _NoDraws() if isinstance(func, FunctionType) else nullcontext():  # type: ignore[no-untyped-call]
+            found: object = func(*args, **given)  # type: ignore[operator]
+        return _certain(name, args, given, found)
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random tensors in functions that are implemented in Python, of whose calls `_NoDropout` is not told."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        given = dict(kwargs or {})
+        return _certain(func.overloadpacket.__name__, args, given, func(*args, **given))
+
+
+def _certain(name: str, args: Sequence[object], given: Mapping[str, object], found: object) -> object:
+    """What a function returned, or what `without_dropout` has in the place of what it drew."""
+    kind = row_named(name.removesuffix("_")).kind
+    if kind not in DRAWS or not isinstance(found, torch.Tensor):
         return found
+    if kind is OpKind.DRAW_CLASSES:
+        return certain_classes(args[0] if args else given["input"], found.shape[-1])
+    return found.fill_(_least(args, given) if kind is OpKind.DRAW_INTEGERS else CONSTANTS[kind])
 
 
 def _least(args: Sequence[object], given: Mapping[str, object]) -> int:

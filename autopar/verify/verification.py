@@ -26,7 +26,7 @@ from autopar.ir.schema import bound
 from autopar.operators import row_of
 from autopar.operators.facts import OpKind
 from autopar.parallelize import assemble, tensors_of
-from autopar.passes.no_dropout import HALF, drawn, without_dropout
+from autopar.passes.no_dropout import CONSTANTS, drawn, without_dropout
 from autopar.passes.to_float64 import promote, wide
 from autopar.pipelining import assembled_stages
 from autopar.plan.assignment_text import as_planned
@@ -48,6 +48,12 @@ from autopar.verify.reference import Loss, arguments, differentiated_sum, module
 from autopar.verify.report import Report, ReportRow
 
 DOUBLE, SINGLE = 1e-9, 1e-4  # largest error that counts as equal
+DRAWN = {  # what notes say of draws
+    OpKind.DRAW: f"numbers were {CONSTANTS[OpKind.DRAW]}",
+    OpKind.DRAW_INTEGERS: "integers were the least of their range",
+    OpKind.DRAW_COUNTS: f"counts were {CONSTANTS[OpKind.DRAW_COUNTS]}",
+    OpKind.DRAW_CLASSES: "classes were the first that have a weight",
+}
 ROUNDINGS = 8  # units of rounding by which a low-precision program may differ from the module
 
 
@@ -103,10 +109,7 @@ def _notes(program: Program) -> Iterator[str]:
     if any(fixed):
         yield "dropout was 0 on both sides"
     kinds = {row_of(op).kind for op in program.ops if drawn(op)}
-    if OpKind.DRAW in kinds:
-        yield f"random numbers were {HALF} on both sides"
-    if OpKind.DRAW_INTEGERS in kinds:
-        yield "random integers were the least of their range on both sides"
+    yield from (f"random {said} on both sides" for kind, said in DRAWN.items() if kind in kinds)
     for op in certain.ops:
         named = dict(bound(op))
         idle = named.get("p") == 0 or named.get("dropout_p") == 0 or named.get("dropout") == 0 or named.get("training") is False

@@ -31,7 +31,7 @@ SAME = """
     to.dtype to.device to.dtype_layout _to_copy
 """
 DRAWS = """
-    bernoulli bernoulli.p poisson exponential uniform log_normal cauchy geometric random random.from random.to
+    bernoulli bernoulli.p poisson _standard_gamma exponential uniform log_normal cauchy geometric random random.from random.to
     normal.Tensor_float normal.float_Tensor normal_functional rand_like randn_like randint_like randint_like.low_dtype
 """
 SQUARES = """

@@ -35,12 +35,13 @@ TABLE: dict[str, Rule] = {
     # an element of the result for each of the operand
     "aten.bernoulli.default": op("... -> ...", random=True, kind=OpKind.DRAW),
     "aten.bernoulli.p": op("... -> ...", random=True, kind=OpKind.DRAW),
-    "aten.poisson.default": op("... -> ...", random=True),
+    "aten.poisson.default": op("... -> ...", random=True, kind=OpKind.DRAW_COUNTS),
     "aten.exponential.default": op("... -> ...", random=True, kind=OpKind.DRAW),
+    "aten._standard_gamma.default": op("... -> ...", random=True, kind=OpKind.DRAW),
     "aten.uniform.default": op("... -> ...", random=True, kind=OpKind.DRAW),
     "aten.log_normal.default": op("... -> ...", random=True, kind=OpKind.DRAW),
-    "aten.cauchy.default": op("... -> ...", random=True),
-    "aten.geometric.default": op("... -> ...", random=True),
+    "aten.cauchy.default": op("... -> ...", random=True, kind=OpKind.DRAW),
+    "aten.geometric.default": op("... -> ...", random=True, kind=OpKind.DRAW_COUNTS),
     "aten.random.default": op("... -> ...", random=True, kind=OpKind.DRAW_INTEGERS),
     "aten.random.from": op("... -> ...", random=True, kind=OpKind.DRAW_INTEGERS),
     "aten.random.to": op("... -> ...", random=True, kind=OpKind.DRAW_INTEGERS),
@@ -53,8 +54,8 @@ TABLE: dict[str, Rule] = {
     "aten.randint_like.low_dtype": op("... -> ...", random=True, kind=OpKind.DRAW_INTEGERS),
     # two parameters for each element
     "aten.bernoulli.Tensor": op("..., ... -> ...", random=True, kind=OpKind.DRAW),
-    "aten.binomial.default": op("..., ... -> ...", random=True),
+    "aten.binomial.default": op("..., ... -> ...", random=True, kind=OpKind.DRAW_COUNTS),
     "aten.normal.Tensor_Tensor": op("..., ... -> ...", random=True, kind=OpKind.DRAW),
     # samples of each row's classes
-    "aten.multinomial.default": op("... _ -> ... _", random=True, alone=True),
+    "aten.multinomial.default": op("... _ -> ... _", random=True, alone=True, kind=OpKind.DRAW_CLASSES),
 }
