@@ -1,7 +1,8 @@
 """Building programs op by op, and rewriting them.
 
 Names are given in one place: the results of an op are called `module.path:op#n`, n counting the ops of this short name in this
-module from 0, and `module.path:op#n.0`, `.1`, ... when the op returns several tensors.
+module from 0, and `module.path:op#n.0`, `.1`, ... when the op returns several tensors. An op that is copied keeps what is in
+front of its number, also where another operator stands in its place (`autopar.passes.no_dropout`): a plan knows it by that.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ class Builder:
         module: str = "",
         source: str = "",
         results: Kind | tuple[Kind, ...] | None = None,
+        stem: str = "",
     ) -> tuple[Ref, ...]:
-        """Append an op and return its results; what they are is inferred on the meta device unless it is given."""
+        """Append an op and return its results; what they are is inferred on the meta device unless it is given.
+
+        `stem` is what its name begins with, up to the number, by default its module and its short name.
+        """
         if results is None:
             results = self.infer(target, args, kwargs)
-        stem = f"{module}:{short(target)}"
+        stem = stem or f"{module}:{short(target)}"
         while (name := f"{stem}#{self._count[stem]}") in self.values:  # an input or a parameter may be called so
             self._count[stem] += 1
         self._count[stem] += 1
@@ -109,7 +114,8 @@ class Rewriter(Builder):
 
     def put(self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords, results: Kind | tuple[Kind, ...]) -> None:
         """An op in the place of an old one, with as many results; its arguments name new values."""
-        refs = self.emit(target, args, kwargs, module=op.module, source=op.source, results=results)
+        known = stem(op) if target == op.target else ""
+        refs = self.emit(target, args, kwargs, module=op.module, source=op.source, results=results, stem=known)
         for result, ref in zip(op.results, refs, strict=True):
             self._now[result.name] = ref.name
 
@@ -130,6 +136,11 @@ class Rewriter(Builder):
 def kinds(op: Op) -> Kind | tuple[Kind, ...]:
     """What an op returns, as `infer` says it."""
     return tuple(map(kind, op.results)) if op.several else kind(op.results[0])
+
+
+def stem(op: Op) -> str:
+    """An op's name up to its number."""
+    return op.name.rpartition("#")[0]
 
 
 def short(target: str) -> str:

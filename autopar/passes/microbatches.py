@@ -28,7 +28,7 @@ from autopar.analysis.fits import fit_of
 from autopar.analysis.recomputability import is_random
 from autopar.analysis.signatures import signature
 from autopar.errors import ConstraintError
-from autopar.ir.builder import Builder, kinds
+from autopar.ir.builder import Builder, kinds, stem
 from autopar.ir.layout import I, P, R, State, local_shape, split
 from autopar.ir.program import Argument, Op, Output, Program, Ref, Static, Value, elements, substitute
 from autopar.ir.schema import bound, packed
@@ -303,6 +303,7 @@ class _Cutter:
             module=op.module,
             source=op.source,
             results=kinds(replace(op, results=part)),
+            stem=stem(op),
         )
         if fitted and (divisor := scale(op, fitted, cut)) > 1:
             refs = self.builder.emit("aten.div.Tensor", (refs[0], divisor), module=op.module, source=op.source)

@@ -97,3 +97,12 @@ def test_a_mixture_draws_both_classes_and_numbers(threads: Threads) -> None:
     report = verify(model, X, on, autopar.plan(model, X, on, strategy="fsdp"), Options(), threads)
     assert report.ok, str(report)
     assert report.notes == (NUMBERS, CLASSES)
+
+
+@pytest.mark.parametrize("name", ["a policy", "poisson with a gradient", "of two tensors", "within a function in Python"])
+def test_a_plan_of_micro_batches_knows_what_stands_in_the_place_of_a_draw(threads: Threads, name: str) -> None:
+    """Before, `the plan is damaged: there is no entry for ':full_like#0'`."""
+    model, on = Drawing(NOTES[name][0]), table.mesh((2,))
+    plan = autopar.plan(model, X, on, device="h100", strategy="ddp", microbatches=2)
+    report = verify(model, X, on, plan, Options(), threads)
+    assert report.ok, str(report)
