@@ -168,9 +168,8 @@ class SelectedOp:
             if where.pop().empty:
                 return x
             changed = {name: substitute(argument, self.ones) for name, argument in named.items()}
-            return self.emit(
-                target, *packed(target, changed | {"values" if "values" in named else "source": self.zeros(rows)})
-            )[0]
+            name = "values" if "values" in named else "source"
+            return self.emit(target, *packed(target, changed | {name: self.zeros(rows)}))[0]
         if places.selection.empty:
             return x
         if not adds and (more := self.places.added(x, places, rows)) is not None:
@@ -186,8 +185,7 @@ class SelectedOp:
         else:
             result = self.one("aten.where.self", self.places.mask(places, len(self.shape(x))), found, x)
         if self.shape(rows) == shape:
-            exit = Exit(result=result, into=x, rows=rows, places=places, adds=adds, times=times)
-            self.selections.exits.append(exit)
+            self.selections.exits.append(Exit(result=result, into=x, rows=rows, places=places, adds=adds, times=times))
         return result
 
     def first(self, mask: Ref, number: int) -> Ref:
@@ -317,7 +315,10 @@ class SelectedOp:
     def fitted(self, target: str, named: Named) -> tuple[OpSharding, dict[int, Selection]]:
         """The factors of an operator for these arguments, and which of them count rows."""
         builder, (args, kwargs) = self.selections.builder, packed(target, named)
-        kinds = builder.infer(target, args, kwargs)
+        try:
+            kinds = builder.infer(target, args, kwargs)
+        except RuntimeError as error:  # all rows are more than those that are selected, and need not broadcast as these do
+            raise self.mixing() from error
         results = tuple(
             Value(name=str(place), shape=kind.shape, dtype=kind.dtype, requires_grad=kind.requires_grad)
             for place, kind in enumerate([kinds] if isinstance(kinds, Kind) else kinds)
@@ -396,4 +397,4 @@ class SelectedOp:
 
     def mixing(self) -> CaptureError:
         """The error for an operator that needs to know how many rows there are, or does something else with them together."""
-        return varying(f"the shape of an operand of {self.node.target}", nodes.source(self.node))
+        return varying(f"the shape of an operand of {traced_losses.meant(self.node.target)}", nodes.source(self.node))

@@ -72,6 +72,16 @@ def places(self: Does, x: torch.Tensor) -> torch.Tensor:
     return x.nonzero()
 
 
+def rejoined(self: Does, x: torch.Tensor) -> torch.Tensor:
+    y, mask = self.lin(x), x[:, 0] > 0
+    return torch.cat([y[mask], y[~mask]]) * torch.arange(8, device=x.device)[:, None]
+
+
+def rejoined_labels(self: Does, x: torch.Tensor) -> torch.Tensor:
+    y, mask = self.lin(x), x[:, 0] > 0
+    return nn.functional.cross_entropy(torch.cat([y[mask], y[~mask]]), x.argmax(1))
+
+
 def function(self: Does, x: torch.Tensor) -> torch.Tensor:
     return Tripled.apply(self.lin(x))
 
@@ -181,6 +191,8 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (selected, "the shape of a result of forward depends on the values", "keep every size fixed"),
         (flexible, "flex_attention is not an operator", "scaled_dot_product_attention"),
         (places, "the shape of a result of forward depends on the values", "keep every size fixed"),
+        (rejoined, "the shape of an operand of aten.mul.Tensor depends on the values", "keep every size fixed"),
+        (rejoined_labels, "the shape of an operand of aten.cross_entropy_loss.default depends on the", "keep every size fixed"),
         (function, "the backward of Tripled would be lost: it is an autograd.Function", "torch.library.custom_op"),
         (hook, r"a hook on a tensor of shape \(8, 4\) would be lost", "torch.library.custom_op"),
         (changed_input, "aten.add_.Tensor changes the input x", "compute a new tensor"),
