@@ -7,6 +7,7 @@ the planned one, and its results have the structure of the original's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopar.codegen.variants import combinations
 from autopar.errors import InputError
 from autopar.ir.program import Program
 from autopar.runtime.async_collectives import wait_for_abandoned
+from autopar.runtime.computed_gradients import hooks_once
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype, with_own_storage
@@ -67,7 +69,7 @@ class ParallelModule(ProgramModule):
 
         Gradients are accumulated in `.grad`. The loss is the output named "loss", or else the only scalar. Calling the module
         and then `backward()` gives the same gradients, but runs all forwards first and needs the memory of all micro-batches.
-        Hooks of the module are of its call, which a step is not.
+        Hooks of the module are of its call, which a step is not; those of parameters see the gradient of the batch.
 
         Args:
             args, kwargs: those of the module's own call.
@@ -92,8 +94,14 @@ class ParallelModule(ProgramModule):
             losses.append(found.detach())
             return self._scaled(found)
 
-        serving._accumulate(tensors, loss, self.autopar.agreement)
+        with Untraced(self._hooks_once):
+            serving._accumulate(tensors, loss, self.autopar.agreement)
         return torch.stack(losses).sum()
+
+    def _hooks_once(self) -> AbstractContextManager[None]:
+        """Around a step: hooks of parameters see the gradients of the batch, not those of micro-batches."""
+        state = self.autopar
+        return hooks_once(self.parameters(), state.stepped) if state.steps else nullcontext()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile calls and steps in place, by `torch.compile` with these arguments.

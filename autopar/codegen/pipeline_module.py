@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from autopar.plan.pipeline import Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import differentiated
 from autopar.runtime.call_agreement import CallAgreement
-from autopar.runtime.computed_gradients import ComputedGradients, set_aside
+from autopar.runtime.computed_gradients import ComputedGradients, hooks_once, set_aside
 from autopar.runtime.gradient_norm import norm_of
 from autopar.runtime.input_parts import InputParts
 from autopar.runtime.pipeline import CrossingPart, PipelineRank, PipelineStep, StageRun, tied_gradients
@@ -167,6 +168,10 @@ class PipelineModule(ParallelModule):
             joined[place] = output
         return serving.autopar.signature.rebuild(joined)
 
+    def _hooks_once(self) -> AbstractContextManager[None]:
+        """Around a step: hooks see what all micro-batches add up to, and all stages that share a parameter."""
+        return hooks_once(self.parameters(), self.autopar.stepped)
+
     def _computed(self, step: Callable[[], None]) -> tuple[ComputedGradients, list[nn.Parameter]]:
         """The gradients that a step adds up, which is run here, and the parameters of which they are."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -200,7 +205,8 @@ class PipelineModule(ParallelModule):
                 losses.append(found.detach())
                 return self._scaled(found)
 
-            serving._accumulate(tensors, loss, self.autopar.agreement)
+            with self._hooks_once():
+                serving._accumulate(tensors, loss, self.autopar.agreement)
             total = torch.stack(losses).sum() if losses else None
             return self._from_last(total, self.autopar.stages.outputs[self.autopar.stages.loss].dtype)
 

@@ -2,11 +2,13 @@
 
 A gradient is linear in that of the loss, so that whatever the loss is multiplied by afterwards (a share of the labels, one of
 several batches, a loss scale) scales the gradients. They go through autograd, which adds them to `.grad` and calls hooks.
+
+A step of several micro-batches hands its gradients over alike (`hooks_once`), to the parameters that have hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -66,6 +68,26 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad, parameter._backward_hooks, parameter._post_accumulate_grad_hooks = gradient, hooks, after
 
 
+@contextmanager
+def hooks_once(parameters: Iterable[nn.Parameter], own: object) -> Iterator[None]:
+    """Around the backwards of a step: hooks of parameters are called when it ends, with the gradient of the whole batch.
+
+    A hook that is a method of `own` is left: it knows of micro-batches.
+    """
+    hooked = [parameter for parameter in parameters if parameter.requires_grad and _has_hooks(parameter, own)]
+    with set_aside(hooked):
+        yield
+        found = [(parameter, parameter.grad) for parameter in hooked if parameter.grad is not None]
+    if found:
+        trained, gradients = zip(*found, strict=True)
+        torch.autograd.backward(trained, gradients)
+
+
+def _has_hooks(parameter: nn.Parameter, own: object) -> bool:
+    after = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or any(own is None or getattr(hook, "__self__", None) is not own for hook in after)
+
+
 class _Context(Protocol):
     computed: ComputedGradients
     loss: int
@@ -93,4 +115,4 @@ class _Attached(torch.autograd.Function):
         return (None,) * (3 + ctx.scalars + 1) + (*ctx.computed.taken(factor),)
 
 
-__all__ = ["ComputedGradients", "set_aside"]
+__all__ = ["ComputedGradients", "hooks_once", "set_aside"]

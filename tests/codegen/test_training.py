@@ -153,3 +153,58 @@ def test_a_checkpoint_of_one_mesh_loads_on_another_and_on_one_process(pool: Work
     for found, expected in zip(values(alone, optimizer), saved, strict=True):
         assert torch.equal(found, expected)
     assert trained(alone, optimizer, sample) == pytest.approx(after, abs=1e-5)
+
+
+class Layers(nn.Module):
+    """Layers that can be stages; the first and the last one share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.layers[3][0].weight = self.layers[0][0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def hooked(options: dict[str, Any]) -> list[int]:
+    """Two steps in which hooks clamp gradients, and step each weight when it has one; how often these were called."""
+    model, x = Layers(), torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    parallel = autopar.parallelize(model, x, device="h100", **options)
+    calls: list[nn.Parameter] = []
+
+    def update(parameter: nn.Parameter) -> None:
+        calls.append(parameter)
+        with torch.no_grad():
+            parameter -= 100.0 * parameter.grad
+        parameter.grad = None
+
+    for module in (parallel, model):
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        (loss := model(x)).backward()
+        calls.clear()
+        torch.testing.assert_close(parallel.step(x), loss.detach())
+        for name, parameter in parallel.named_parameters():
+            torch.testing.assert_close(full_tensor(parameter.detach()), model.get_parameter(name).detach())
+    return [sum(one is parameter for one in calls) for parameter in parallel.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": (2,), "strategy": "fsdp", "microbatches": 2},
+        {"mesh": {"pp": 2}, "pipeline": "pp", "microbatches": 2},
+        {"mesh": {"pp": 2}, "pipeline": "pp", "microbatches": 1},
+    ],
+    ids=str,
+)
+def test_hooks_of_parameters_see_the_gradient_of_the_batch_once(options: dict[str, Any], pool: WorkerPool) -> None:
+    """They saw that of every micro-batch, or stage: other gradients, and two steps in the place of one."""
+    for calls in pool.run(f"{__name__}:hooked", options, ranks=2, keep=True):
+        assert {*calls} == {1}  # type: ignore[misc]
