@@ -1,7 +1,8 @@
 """Optimizer steps on this rank's parts as plain tensors: no dispatch of DTensors, and fused kernels that DTensor lacks.
 
 Before a step the optimizer's parameters, gradients and state are replaced by their local tensors, behind it they are put back:
-what a step writes in place is the memory of the DTensors. Between steps nothing differs for state dicts and schedulers.
+what a step writes in place is the memory of the DTensors. Between steps nothing differs for state dicts and schedulers. State
+that lies otherwise than its parameter, as `optimizer.load_state_dict` takes it from another plan, is moved to where that lies.
 """
 
 from __future__ import annotations
@@ -12,13 +13,8 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.step_hooks import check_class, hooked
-
-# Those that compute each element by itself; others (norms of tensors, products) need whole ones.
-ELEMENTWISE = (
-    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
-    optim.Rprop, optim.SGD,
-)  # fmt: skip
+from autopar.runtime.step_hooks import ELEMENTWISE, check_class, hooked
+from autopar.runtime.storage import stored_as
 
 
 def step_locally(optimizer: optim.Optimizer) -> optim.Optimizer:
@@ -63,12 +59,14 @@ class _LocalSteps:
         self._parts[local] = parameter
         local.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         if parameter in optimizer.state:
-            optimizer.state[local] = {name: self._inside(kept) for name, kept in optimizer.state.pop(parameter).items()}
+            state = optimizer.state.pop(parameter)
+            optimizer.state[local] = {name: self._inside(kept, parameter) for name, kept in state.items()}
         return local
 
-    def _inside(self, kept: object) -> object:
+    def _inside(self, kept: object, parameter: DTensor) -> object:
         if not isinstance(kept, DTensor):
             return kept
+        kept = stored_as(kept, parameter)
         local: torch.Tensor = kept.to_local()
         self._wrapped[local] = kept
         return local
@@ -94,4 +92,4 @@ class _LocalSteps:
         return DTensor.from_local(kept, mesh, places, run_check=False, shape=shape, stride=parameter.stride())
 
 
-__all__ = ["ELEMENTWISE", "step_locally"]
+__all__ = ["step_locally"]

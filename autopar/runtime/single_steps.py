@@ -9,8 +9,7 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.local_steps import ELEMENTWISE
-from autopar.runtime.step_hooks import check_class
+from autopar.runtime.step_hooks import ELEMENTWISE, check_class
 
 
 @contextmanager

@@ -9,6 +9,12 @@ from torch import optim
 
 from autopar.errors import InputError
 
+# Those that compute each element by itself; others (norms of tensors, products) need whole ones.
+ELEMENTWISE = (
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop, optim.SGD,
+)  # fmt: skip
+
 
 class StepHooks(Protocol):
     """What runs before and after every step of one optimizer."""
@@ -31,4 +37,4 @@ def check_class(optimizer: optim.Optimizer, known: Sequence[type[optim.Optimizer
         raise InputError(f"{type(optimizer).__name__} is not known to {does}", known=names, fix=fix)
 
 
-__all__ = ["check_class", "hooked"]
+__all__ = ["ELEMENTWISE", "check_class", "hooked"]

@@ -170,6 +170,15 @@ def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(part, mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())
 
 
+def stored_as(kept: DTensor, stored: DTensor) -> DTensor:
+    """A tensor of a parameter's shape, stored as that is; itself if it is. Else all ranks call it, as it all-gathers."""
+    if (kept.device_mesh, kept.placements) == (stored.device_mesh, stored.placements) or kept.shape != stored.shape:
+        return kept
+    moved = with_own_storage(given_like(full_tensor(kept), stored))
+    assert isinstance(moved, DTensor)
+    return moved
+
+
 def with_own_storage(stored: torch.Tensor) -> torch.Tensor:
     """What this rank stores, without a larger tensor of which its part is a view."""
     if not isinstance(stored, DTensor):

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime.local_steps import ELEMENTWISE, step_locally
+from autopar.runtime.local_steps import step_locally
+from autopar.runtime.step_hooks import ELEMENTWISE
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from tests.support.optimizer_steps import Make, model, sample, stepped_alike
@@ -66,6 +67,54 @@ def failing(_: None) -> None:
 
 def test_a_step_that_raised_or_has_a_closure_changes_nothing_for_the_next(pool: WorkerPool) -> None:
     pool.run(f"{__name__}:failing", ranks=2, keep=True)
+
+
+class Thirds(nn.Module):
+    """A layer whose result is used in three parts, so that rows may be split within each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return functional.mse_loss(q.tanh() * k, v.sin())
+
+
+def another_layout(_: None) -> None:
+    """Steps of an optimizer whose state was taken over from that of another plan, beside those of one process."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def made(layout: str) -> tuple[nn.Module, optim.Optimizer]:
+        constraints = {"qkv.weight": layout, "qkv.bias": layout}
+        module = autopar.parallelize(Thirds().double(), x, (2,), device="h100", constraints=constraints)
+        return module, step_locally(optim.AdamW(module.parameters(), lr=0.1))
+
+    def stepped(module: nn.Module, optimizer: optim.Optimizer) -> None:
+        for _ in range(2):
+            module(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = Thirds().double()
+    reference = optim.AdamW(plain.parameters(), lr=0.1)
+    stepped(plain, reference)
+    weights = {name: tensor.detach().clone() for name, tensor in plain.state_dict().items()}
+    stepped(plain, reference)
+    for before, after in (("S(0)", "S(0/3)"), ("S(0/3)", "S(0)")):
+        first, second = made(before), made(after)
+        stepped(*first)
+        second[0].load_state_dict(weights)
+        second[1].load_state_dict(first[1].state_dict())
+        stepped(*second)
+        for own, expected in zip(second[0].parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(own.detach()), expected.detach())
+
+
+def test_state_of_another_plan_is_moved_to_where_its_weights_lie(pool: WorkerPool) -> None:
+    """Before, rows were paired with others where parts were of the same size."""
+    pool.run(f"{__name__}:another_layout", ranks=2, keep=True)
 
 
 def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:
