@@ -209,6 +209,37 @@ def test_forwards_before_one_backward_and_modules_in_a_chain_pass_gradients_on(p
     pool.run(f"{__name__}:composed", ranks=2, keep=True)
 
 
+class Probed(nn.Module):
+    """Features and what is computed of them, where zeros are added: their gradient is that of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor, probe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(x) + probe
+        return features, self.head(features)
+
+
+def probed(_: None) -> None:
+    """The gradient of a probe beside that of the features of the user's module."""
+    found, x = [], batches()[0, 0]
+    for parallel in (False, True):
+        module, probe = Probed(), torch.zeros(8, 16, requires_grad=True)
+        if parallel:
+            module = autopar.parallelize(module, (x, probe), (2,), device="h100", strategy="fsdp")
+        features, scores = module(x, probe)
+        loss = scores.square().sum() + features.sin().sum()
+        (gradient,) = torch.autograd.grad(loss, probe if parallel else features)
+        found.append(gradient)
+    torch.testing.assert_close(*found)
+
+
+def test_a_probe_has_the_gradient_of_an_output_through_the_others(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:probed", ranks=2, keep=True)
+
+
 def live() -> int:
     """How many tensors there are that Python knows of."""
     gc.collect()
