@@ -191,6 +191,10 @@ class _Cutter:
             self._refuse_write(writer)
         fitted, reads = self.fits[op.name], [name for name in op.operands if self.states.get(name, I) != I]
         summed = next((self._sum(name) for name in reads if self.states[name] == P), None)
+        counting = next((one for one in (summed, op) if one and bound(one).get("scale_grad_by_freq")), None)
+        if counting:
+            why = f"{counting.target} scales the gradient of a row by how often the batch reads it (scale_grad_by_freq=True)"
+            self._refuse(why, counting, "microbatches=1, or scale_grad_by_freq=False")
         if fitted and summed:
             why = f"what {summed.target} adds up over the samples of the batch is needed whole, by {op.target}"
             fix = "microbatches=1, or a model without that sum (a router's load-balancing loss, say)"

@@ -230,6 +230,31 @@ def test_the_loss_of_a_router_is_refused_by_its_sum_over_the_samples() -> None:
     assert refused.details["fix"].startswith("microbatches=1, or a model without that sum")
 
 
+class Counted(nn.Module):
+    """A table, or bags of it, whose gradient is scaled by how often the batch reads a row."""
+
+    def __init__(self, table: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+        super().__init__()
+        self.table, self.last = table(16, 6, scale_grad_by_freq=True), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(x)).square().mean()
+
+
+@pytest.mark.parametrize("table, target", [(nn.Embedding, "embedding.default"), (nn.EmbeddingBag, "embedding_bag.padding_idx")])
+def test_a_table_that_counts_what_the_batch_reads_is_refused_by_that_name(
+    table: type[nn.Embedding | nn.EmbeddingBag], target: str
+) -> None:
+    """Before, the first was a sum over the samples, such as a router's loss, and the second had no rule."""
+    with pytest.raises(ConstraintError) as caught:
+        microbatches(read_program(Counted(table), torch.arange(32).reshape(8, 4) % 16).program, 2)
+    refused = caught.value
+    why = f"aten.{target} scales the gradient of a row by how often the batch reads it (scale_grad_by_freq=True)"
+    assert refused.what == f"a step cannot run in 2 micro-batches: {why}"
+    assert refused.details["module"] == "table"
+    assert refused.details["fix"] == "microbatches=1, or scale_grad_by_freq=False"
+
+
 def test_the_batch_must_have_equal_parts() -> None:
     captured = normalise(program(LOSSES["sum"][0], X.clone().requires_grad_(), W))
     with pytest.raises(ConstraintError, match="3 micro-batches: the batch is 8") as caught:
