@@ -15,6 +15,7 @@ from torch.nn import functional
 import autopar
 from autopar.errors import InputError
 from autopar.runtime.gathered_steps import step_gathered
+from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
 from tests.support.optimizer_steps import Make, model, sample, stepped_alike
 
@@ -65,6 +66,27 @@ def by_lbfgs(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 def test_l_bfgs_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, strategy: str) -> None:
     pool.run(f"{__name__}:by_lbfgs", strategy, ranks=2, keep=True)
+
+
+def by_muon(strategy: str) -> None:
+    """Three steps of Muon, which computes with DTensors, beside those of one process; in double precision for bfloat16."""
+    x = sample()
+    pair = [model(), autopar.parallelize(model(), x, (2,), device="h100", outputs="whole", strategy=strategy)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
+        for module in pair:
+            optimizer = optim.Muon([p for p in module.parameters() if p.dim() == 2], lr=0.1)
+            for _ in range(3):
+                functional.mse_loss(module(x), x.sin()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for own, expected in zip(pair[1].parameters(), pair[0].parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(own.detach()), expected.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_muon_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, strategy: str) -> None:
+    pool.run(f"{__name__}:by_muon", strategy, ranks=2, keep=True)
 
 
 def test_what_does_not_step_weight_by_weight_is_refused() -> None:

@@ -120,3 +120,5 @@ def test_state_of_another_plan_is_moved_to_where_its_weights_lie(pool: WorkerPoo
 def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:
     with pytest.raises(InputError, match="Adafactor is not known to compute each element by itself"):
         step_locally(optim.Adafactor([nn.Parameter(torch.zeros(2, 2))]))
+    with pytest.raises(InputError, match="Muon is not known to compute each element by itself"):
+        step_locally(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
