@@ -41,8 +41,9 @@ def replaced() -> list[tuple[type, str, Any]]:
         if threading.get_ident() != tracing:
             return enter(self)
         of_forward = source_location.foreign(_caller(sys._getframe(1)).f_code.co_filename)
-        entered.append((torch.no_grad() if self.mode else torch.enable_grad()) if of_forward else None)
-        return entered[-1].__enter__() if entered[-1] else enter(self)
+        mode = torch.no_grad() if self.mode else torch.enable_grad()
+        entered.append(mode if of_forward else None)
+        return mode.__enter__() if of_forward else enter(self)
 
     def leaving(self: torch.inference_mode, *error: Any) -> None:
         one = entered.pop() if threading.get_ident() == tracing else None

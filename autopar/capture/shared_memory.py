@@ -17,7 +17,7 @@ from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.operators import writes
 
-Named = tuple[str, torch.Tensor]
+_Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class SharedMemory:
     groups: tuple[tuple[str, ...], ...] = ()
 
     @staticmethod
-    def of(held: Sequence[Named], *, frozen: bool) -> SharedMemory:
-        """Those among the tensors of a model. Raises CaptureError for two that are trained, as none is with `frozen`."""
+    def of(held: Sequence[_Named], *, frozen: bool) -> SharedMemory:
+        """The tensors of a model that overlap. Raises CaptureError for two that are trained, as none is with `frozen`."""
         first = {id(tensor): (name, tensor) for name, tensor in reversed(held)}  # the names that programs have
         groups = [*_overlapping(first.values())]
         for group in groups:
@@ -56,14 +56,14 @@ class SharedMemory:
                     )
 
 
-def _overlapping(held: Iterable[Named]) -> Iterator[list[Named]]:
+def _overlapping(held: Iterable[_Named]) -> Iterator[list[_Named]]:
     """The tensors whose extents in memory overlap, in groups of two or more."""
     spans = sorted(
         (tensor.data_ptr(), place, tensor.data_ptr() + _extent(tensor), name, tensor)
         for place, (name, tensor) in enumerate(held)
         if not tensor.is_meta and tensor.numel()
     )
-    group, end = list[Named](), 0
+    group, end = list[_Named](), 0
     for start, _, stop, name, tensor in spans:
         if start >= end:
             if len(group) > 1:
