@@ -41,13 +41,19 @@ def castable(given: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def cast(function: object, args: tuple[object, ...]) -> tuple[object, ...]:
-    """The arguments of a function of torch as autocast gives them to it, where forward has turned that on."""
+    """The arguments of a function of torch as autocast gives them to it, where forward has turned that on.
+
+    Those of functions that write into them, for which autocast casts nothing, stay as they are.
+    """
+    name = str(getattr(function, "__name__", ""))
+    if name.endswith("_") and not name.endswith("__"):
+        return args
     device = next((one for one in ("cuda", "cpu") if torch.is_autocast_enabled(one)), "")
     if not device:
         return args
     lower = torch.get_autocast_dtype(device)
     operands = [leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    wanted = operand_dtype(_overload(str(getattr(function, "__name__", "")).strip("_")), operands, lower)
+    wanted = operand_dtype(_overload(name.strip("_")), operands, lower)
     if wanted is None:
         return args
 
