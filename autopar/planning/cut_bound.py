@@ -9,9 +9,9 @@ they take, for a micro-batch and once, and when actions start:
     sum of work >= t,  sum of forwards >= f,  sum of F and I >= i,  sum of what is done once >= o
 
 F and B (or I) come as in the schedule. A W may come anywhere behind its I, even in parts: w[a] is what a rank has run of them
-before a, which adds to the start of a, is no more than the W that are due, and before a forward no less than those without which
-the rank would hold more micro-batches than it ever does by the schedule. The least step is a convex function
-of (t, f, i, o), and its dual solution is a bound for all other sums (duality of linear programming):
+before a, which adds to the start of a, is no more than the W that are due, and before a forward no less than those without
+which the rank would hold more micro-batches than it ever does by the schedule. The least step is a convex function of
+(t, f, i, o), and its dual solution is a bound for all other sums (duality of linear programming):
 
     step >= messages + work t' + forward f' + inputs i' + once o'                        for all t', f', i', o'
 
