@@ -29,7 +29,9 @@ class SharedMemory:
     @staticmethod
     def of(held: Sequence[_Named], *, frozen: bool) -> SharedMemory:
         """The tensors of a model that overlap. Raises CaptureError for two that are trained, as none is with `frozen`."""
-        first = {id(tensor): (name, tensor) for name, tensor in reversed(held)}  # the names that programs have
+        first: dict[int, _Named] = {}  # of the names of a tensor that which programs have
+        for name, tensor in held:
+            first.setdefault(id(tensor), (name, tensor))
         groups = [*_overlapping(first.values())]
         for group in groups:
             trained = [name for name, tensor in group if tensor.requires_grad and tensor.is_leaf and not frozen]
