@@ -33,9 +33,11 @@ class OutsideNumbers:
         ]
         if not found:
             return
-        alike = same()
-        for _, owner, name, number in found:
-            setattr(owner, name, number)
+        try:
+            alike = same()
+        finally:
+            for _, owner, name, number in found:
+                setattr(owner, name, number)
         if not alike:
             label, _, name, _ = found[0]
             raise CaptureError(

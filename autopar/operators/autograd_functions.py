@@ -101,7 +101,7 @@ def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction |
         return None
     if not results or not all(isinstance(one, torch.Tensor) for one in results):
         return None
-    differentiate([one for one in results if one.requires_grad], operands)
+    _differentiate([one for one in results if one.requires_grad], operands)
     if [one._version for one in operands] != before:
         return None
     differentiable = any(one.requires_grad for one in results)
@@ -119,7 +119,7 @@ def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction |
     )
 
 
-def differentiate(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
+def _differentiate(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
     """Run the backward of some results; what it raises is for those who need its gradients."""
     wanted = [one for one in operands if one.requires_grad]
     if results and wanted:
