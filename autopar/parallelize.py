@@ -72,7 +72,7 @@ def build(
         parallel = _assembled_over(over, captured, resolved, sharded_inputs=sharded_inputs)
     else:
         parallel = assembled(captured, tensors_of(model), resolved, context, sharded_inputs=sharded_inputs)
-    parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept)
+    parallel.autopar.mode, parallel.autopar.settings = model.training, Settings.of(model, captured.kept, captured.constants)
     parallel.autopar.decided = captured.decided.stored(parallel.local_buffers)
     parallel.autopar.vary(_Sized(source, resolved), resolved.plan.dynamic)
     parallel.autopar.other = _refuse_training if resolved.plan.inference else _Other(source, captured, priced, resolved.plan)

@@ -107,7 +107,7 @@ def _built(
 
     found = read_pipeline(Plan.from_json(from_rank_0(planned, context)), captured.program)
     module = assembled_stages(captured, tensors_of(model), found, context, sharded_inputs=sharded_inputs)
-    module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept)
+    module.autopar.mode, module.autopar.settings = model.training, Settings.of(model, captured.kept, captured.constants)
     module.autopar.decided = captured.decided.stored(module.local_buffers)
     module.autopar.vary(_SizedStages(source, found), found.plan.dynamic)
     module.autopar.other = _OtherStages(source, captured, priced, found)

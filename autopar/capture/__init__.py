@@ -8,7 +8,9 @@ returned     what it returns
 static_inputs inputs that are sizes, as literals
 assumptions  what the user says of values that a graph cannot know, and what was asked
 decided      buffers of integers, or one number, that a size or a branch depends on
-python_state what Python code keeps between calls, and a graph has once for ever
+python_places where Python code keeps something between calls, in the model's modules and beside them
+python_state  what it keeps there, and a graph has once for ever
+next_call    whether a second call is the same program, where the first left something there
 empty_selections  questions whether a mask selects anything, which are answered as if it did
 implications whether what is selected below such a question is nothing where it says so
 equal_programs  whether two programs compute the same
@@ -39,13 +41,12 @@ from autopar.capture.call_order import in_order_of_use
 from autopar.capture.decided import Decided
 from autopar.capture.empty_selections import Answered, Nothing, by_turns, none
 from autopar.capture.equal_programs import same
-from autopar.capture.held_tensors import HeldTensor
 from autopar.capture.lower import lower
-from autopar.capture.meta_copy import skeleton
-from autopar.capture.outside_state import OutsideNumbers
-from autopar.capture.python_state import CarriedTensorError, Changes, kept
+from autopar.capture.meta_copy import MetaCopy, skeleton
+from autopar.capture.next_call import kept
+from autopar.capture.python_places import taken_back
 from autopar.capture.signature import ModelCall, Signature, read_call
-from autopar.capture.trace import branching, trace
+from autopar.capture.trace import Traced, branching, trace
 from autopar.errors import CaptureError
 from autopar.ir.dynamic_dims import InputDim
 from autopar.ir.program import OUTPUT, Program
@@ -57,14 +58,16 @@ __all__ = ["Assumptions", "Captured", "Signature", "capture"]
 class Captured:
     """A model as a program, and how the user calls it.
 
-    `training` is the mode in which it was captured, `kept` the attributes that forward sets once, `decided` the buffers of
-    integers that a size or a branch depends on, with their values.
+    `training` is the mode in which it was captured, `kept` the attributes that forward sets once, `constants` tensors from
+    elsewhere whose numbers are in the program, `decided` the buffers of integers that a size or a branch depends on, with their
+    values.
     """
 
     program: Program
     signature: Signature
     training: bool = True
     kept: frozenset[str] = frozenset()
+    constants: tuple[torch.Tensor, ...] = ()
     decided: Decided = field(default_factory=Decided)
 
 
@@ -99,31 +102,43 @@ def capture(
                 f"forward's argument {path} has the name of a parameter or buffer of the model", fix="rename one of them"
             )
     cast = call.to(dtype) if dtype else call
-    values, outside = {**copied.values, **assumptions.buffers}, OutsideNumbers(copied.module)
-    traced = trace(copied.module, cast, assumptions, values)
-    program, signature = in_order_of_use(lower(traced, copied, cast)), call.signature(traced.returned)
-    copied.shared.refuse_changed(program)
-    answered = traced.answered
+    values = {**copied.values, **assumptions.buffers}
+    with taken_back(copied.module):
+        program, traced, once = _captured(copied, cast, assumptions, values)
+    decided = Decided.of(traced.left.decided, {name: values[name] for name in traced.left.decided}, program)
+    signature = call.signature(traced.returned)
+    return Captured(
+        program=program,
+        signature=signature,
+        training=model.training,
+        kept=once,
+        constants=traced.left.constants,
+        decided=decided,
+    )
+
+
+def _captured(
+    copied: MetaCopy, call: ModelCall, assumptions: Assumptions, values: Mapping[str, torch.Tensor]
+) -> tuple[Program, Traced, frozenset[str]]:
+    """The program of a call, its trace, and the attributes that it keeps."""
+    traced = trace(copied.module, call, assumptions, values)
+    program = in_order_of_use(lower(traced, copied, call))
+    copied.shared.refuse_changed(program, traced.left.constants)
+    answered = traced.left.answered
     if answered.asked:
 
         def left_out(nothing: Nothing) -> tuple[Program, Program]:
-            other = trace(copied.module, cast, assumptions, values, answered, nothing)
-            return lower(traced, copied, cast, answered.without(nothing)), lower(other, copied, cast)
+            other = trace(copied.module, call, assumptions, values, answered, nothing)
+            return lower(traced, copied, call, answered.without(nothing)), lower(other, copied, call)
 
-        _refuse_branches(type(model).__name__, answered, left_out)
+        _refuse_branches(type(copied.module).__name__, answered, left_out)
     if clash := [output.path for output in program.outputs if OUTPUT + output.path in program.values]:
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
 
-    def again() -> tuple[bool, Changes]:
-        following = trace(copied.module, cast, assumptions, values)
-        return in_order_of_use(lower(following, copied, cast)).hash == program.hash, following.changes
+    def same(following: Traced) -> bool:
+        return in_order_of_use(lower(following, copied, call)).hash == program.hash
 
-    outside.refuse(lambda: again()[0])
-    once = kept(copied.module, traced.changes, again)
-    if traced.made:
-        _refuse_carried(traced.made, lambda: trace(copied.module, cast, assumptions, values).read)
-    decided = Decided.of(traced.decided, {name: values[name] for name in traced.decided}, program)
-    return Captured(program=program, signature=signature, training=model.training, kept=once, decided=decided)
+    return program, traced, kept(traced, lambda: trace(copied.module, call, assumptions, values), same)
 
 
 def _refuse_branches(model: str, answered: Answered, left_out: Callable[[Nothing], tuple[Program, Program]]) -> None:
@@ -137,27 +152,6 @@ def _refuse_branches(model: str, answered: Answered, left_out: Callable[[Nothing
     except CaptureError:
         pass
     raise branching(model, answered.asked[0])
-
-
-def _refuse_carried(made: Mapping[str, HeldTensor], again: Callable[[], frozenset[str]]) -> None:
-    """Raise CaptureError if a second call would read a tensor that the first one made, and replace it, or have made another.
-
-    `again` makes that call, and has the names of the tensors that it computes with.
-    """
-    for held in made.values():
-        held.put(torch.empty(held.tensor.shape, dtype=held.tensor.dtype, device="meta"))
-    try:
-        read = again()
-    except CarriedTensorError:
-        raise
-    except CaptureError:
-        return  # the first call was captured
-    if name := next((name for name in sorted(read) if name in made and made[name].varies), ""):
-        raise CarriedTensorError(
-            f"forward keeps {name} as its first call computed it, from its arguments, parameters or random numbers; the graph "
-            "would compute it in every step",
-            fix="compute it before the capture, into a buffer",
-        )
 
 
 def _refuse_training(model: nn.Module, call: ModelCall) -> None:

@@ -1,4 +1,5 @@
-"""Tensors that a forward has of the call before: in attributes of modules, and in the lists, dicts and objects there.
+"""Tensors that a forward has of the call before: in attributes of modules and other places of Python, and in the lists, dicts
+and objects there.
 
     self.mean = 0.9 * self.mean + 0.1 * x.mean(0)       reads what it replaces: every call of a graph would have the first mean
     self.before = x                                     read by the next call, where it was None: seen in a second one
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.cached_functions import refuse_varying
 from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import computed_from
 from autopar.capture.python_state import CarriedTensorError
@@ -36,7 +38,7 @@ class CarriedTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._before = model, held_tensors(model)
+        self.model, self._before = model, held_tensors(model, outside=True)
         self.read: set[str] = set()  # the names of those that forward computes with
         self._names = {id(held.tensor): name for name, held in self._before.items()}
         self._copies: dict[int, torch.Tensor] = {}  # by id, kept alive
@@ -55,19 +57,20 @@ class CarriedTensors:
             self.read |= named
 
     def made(self, given: Iterable[object]) -> Mapping[str, HeldTensor]:
-        """The tensors in places where there was none, when forward has ended; `given` are its arguments.
+        """The tensors that forward has put into places, when it has ended; `given` are its arguments.
 
         Raises CaptureError for a tensor that it has read, and replaced by what the next call is to read.
         """
-        now = held_tensors(self.model)
+        now = held_tensors(self.model, outside=True)
         replaced = (name for name in sorted(self.read) if name in now and self._names.get(id(now[name].tensor)) != name)
         if name := next(replaced, ""):
             raise CarriedTensorError(
                 f"forward reads {name} and sets it, which the graph would have as it was in the first step",
                 fix="register it as a buffer: register_buffer(name, tensor, persistent=False), of its shape from the beginning",
             )
-        new = {name: held for name, held in now.items() if name not in self._before}
-        varying = [leaf for leaf in (*given, *self.model.parameters()) if isinstance(leaf, torch.Tensor)] if new else []
+        varying = [leaf for leaf in (*given, *self.model.parameters()) if isinstance(leaf, torch.Tensor)]
+        refuse_varying(self.model, varying)
+        new = {name: held for name, held in now.items() if self._names.get(id(held.tensor)) != name}
         return {name: replace(held, varies=computed_from(held.tensor, varying)) for name, held in new.items()}
 
 

@@ -15,7 +15,7 @@ from types import CellType, FunctionType, MethodType
 import torch
 from torch import nn
 
-from autopar.capture.python_state import MOST_ELEMENTS
+from autopar.capture.python_places import MOST_ELEMENTS
 
 _HOLDING = dict, list, tuple, set, frozenset, MethodType, functools.partial, FunctionType, CellType
 _Memo = dict[int, object]  # of copy.deepcopy: by the id of an object, what stands for it in the copy

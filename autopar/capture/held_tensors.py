@@ -8,6 +8,7 @@ self.grid = Grid(x=torch.arange(4.0))            grid.x
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from autopar.capture.python_state import MOST_ELEMENTS, MOST_NESTED, OF_TORCH
+from autopar.capture.python_places import MOST_ELEMENTS, MOST_NESTED, Place, module_places, outside_places
 
 Replace = Callable[[torch.Tensor], object]
 
@@ -32,24 +33,23 @@ class HeldTensor:
     varies: bool = False
 
 
-def held_tensors(model: nn.Module) -> Mapping[str, HeldTensor]:
-    """The tensors that the modules of a model hold beside parameters and buffers, by dotted name."""
+def held_tensors(model: nn.Module, *, outside: bool = False) -> Mapping[str, HeldTensor]:
+    """The tensors that the modules of a model hold beside parameters and buffers, by dotted name; those that its classes and
+    files hold too, if they are asked for."""
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {
-        name: HeldTensor(tensor=tensor, put=_putting(module, attribute, value, put))
-        for path, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if attribute not in OF_TORCH
-        for name, tensor, put in _tensors(value, f"{path}.{attribute}".strip("."), partial(vars(module).__setitem__, attribute))
-        if tensor is value or id(tensor) not in registered
+        name: HeldTensor(tensor=tensor, put=_putting(place, put))
+        for label, place in (*module_places(model), *(outside_places(model) if outside else ()))
+        for name, tensor, put in _tensors(place.value, label, place.put)
+        if tensor is place.value or id(tensor) not in registered
     }
 
 
-def _putting(module: nn.Module, attribute: str, value: object, put: Replace) -> Replace:
-    """Put a tensor into the attribute of a module, or into the value there, which torch.export may have replaced by a copy."""
+def _putting(place: Place, put: Replace) -> Replace:
+    """Put a tensor into a place, or into the value there, which torch.export may have replaced by a copy."""
 
     def placed(tensor: torch.Tensor) -> None:
-        vars(module)[attribute] = value
+        place.put(place.value)
         put(tensor)
 
     return placed
@@ -63,7 +63,7 @@ def _tensors(
         yield name, value, put
         return
     parts: list[tuple[str, object, Callable[[object], object]]] = []
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         parts = [(f"[{place}]", part, partial(value.__setitem__, place)) for place, part in enumerate(value)]
     elif isinstance(value, tuple):
         parts = [(f"[{place}]", part, partial(_in_tuple, value, place, put)) for place, part in enumerate(value)]

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import source_location
 from autopar.capture.equal_masks import node_of, slot_of
-from autopar.capture.nodes import memory
+from autopar.capture.nodes import draws, memory
 
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
 READING = (*ASKING, torch.Tensor.tolist)
@@ -172,7 +172,7 @@ def computed_from(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
     """Whether a traced tensor is computed from the values of one of others, or from random numbers."""
     node = node_of(tensor)
     sources = _sources(node) if node is not None else set()
-    return not sources.isdisjoint(map(node_of, others)) or any(map(_drawn, sources))
+    return not sources.isdisjoint(map(node_of, others)) or any(map(draws, sources))
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
@@ -183,8 +183,13 @@ def _sources(node: fx.Node) -> set[fx.Node]:
         one = waiting.pop()
         if one not in found:
             found.add(one)
-            waiting += [] if _shaped(one) else one.all_input_nodes[: 1 if _as_other(one) else None]
+            waiting += looked_at(one)
     return found
+
+
+def looked_at(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node whose values it looks at."""
+    return [] if _shaped(node) else node.all_input_nodes[: 1 if _as_other(node) else None]
 
 
 def _knowable(node: fx.Node) -> bool:
@@ -192,12 +197,7 @@ def _knowable(node: fx.Node) -> bool:
     target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
     if node.op != "call_function" or not all(isinstance(size, int) for size in shape) or math.prod(shape) > LIMIT:
         return False
-    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and not _drawn(node))
-
-
-def _drawn(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and not draws(node))
 
 
 def _as_other(node: fx.Node) -> bool:
@@ -226,4 +226,4 @@ def _written(writer: fx.Node) -> Iterator[fx.Node]:
             yield from (one for one in pytree.tree_leaves(given) if isinstance(one, fx.Node))
 
 
-__all__ = ["ASKING", "READING", "KnownValues", "untraced"]
+__all__ = ["ASKING", "READING", "KnownValues", "looked_at", "untraced"]

@@ -36,12 +36,9 @@ def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         if _mixed(data):
             return _stacked(data, dtype)
         found = _numbers(data)
-        if found is None or len(found[1]) > ELEMENTS_LIMIT:
+        if found is None or (runs := _runs(found[1])) is None:
             return original(data, dtype=dtype, device=device, **rest)
         shape, numbers = found
-        runs = [list(alike) for _, alike in itertools.groupby(numbers, repr)]  # an identity matrix has two for each row
-        if len(runs) > LITERAL_LIMIT:
-            return original(data, dtype=dtype, device=device, **rest)
         common = dtype or _dtype(data, numbers)
         if not numbers:
             return torch.zeros(shape, dtype=common, device="meta")
@@ -51,6 +48,12 @@ def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return torch.cat(parts).reshape(shape)
 
     return tensor
+
+
+def spelt_out(data: object) -> bool:
+    """Whether numbers in nested lists are few enough for a literal tensor."""
+    found = _numbers(data)
+    return found is not None and _runs(found[1]) is not None
 
 
 def new_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -64,6 +67,14 @@ def new_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return original(x, *data, **({"dtype": dtype} if dtype else {}), **rest)
 
     return new
+
+
+def _runs(numbers: list[bool | int | float]) -> list[list[bool | int | float]] | None:
+    """Numbers in runs of equal ones: an identity matrix has two for each row. None for too many of either."""
+    if len(numbers) > ELEMENTS_LIMIT:
+        return None
+    runs = [list(alike) for _, alike in itertools.groupby(numbers, repr)]
+    return runs if len(runs) <= LITERAL_LIMIT else None
 
 
 def _mixed(data: object) -> TypeGuard[list[torch.Tensor | float]]:
@@ -128,4 +139,4 @@ def _dtype(data: object, numbers: list[bool | int | float]) -> torch.dtype:
     return torch.bool if all(isinstance(number, bool) for number in numbers) else torch.int64
 
 
-__all__ = ["as_literal", "literal", "new_literal", "with_literals"]
+__all__ = ["as_literal", "literal", "new_literal", "spelt_out", "with_literals"]

@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.capture.closures import copied_model
 from autopar.capture.held_tensors import held_tensors
+from autopar.capture.python_places import count_iterators
 from autopar.capture.shared_memory import SharedMemory
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
@@ -85,6 +86,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
             f"{type(model).__name__} cannot be copied: {error}", fix="keep what cannot be copied outside the module"
         ) from error
     _forget_caches(hollow)
+    count_iterators(hollow)
     persistent = set(model.state_dict(keep_vars=True))
     known = _grouped(parameters, memo, persistent), _grouped(buffers, memo, persistent)
     first = {name: held.value.name for held in (*known[0], *known[1]) for name in held.names}

@@ -44,6 +44,11 @@ def mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and writes(node.target)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def shares_memory(writer: fx.Node, place: fx.Node) -> bool:
     """Whether a node before one that writes has a tensor in the memory of what is written, but for those that write it too."""
     while mutates(place) and isinstance(place.args[0], fx.Node):

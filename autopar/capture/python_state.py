@@ -11,7 +11,7 @@ import itertools
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -22,16 +22,15 @@ import torch
 from torch import nn
 
 from autopar.capture.drawn_numbers import drawn_from
+from autopar.capture.python_places import MOST_ELEMENTS, MOST_NESTED, OF_TORCH, Place, module_places, outside_places
 from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 SETTINGS = (*_SCALARS, Enum, np.generic, FunctionType, BuiltinFunctionType)
-MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and containers in one another, that are looked at
-OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
 _SWITCHES = frozenset({"_disable_adapters"})  # private, but set from outside: by peft's `disable_adapter()`
 _SEEDED = "torch.manual_seed"
-Attributes = Mapping[tuple[str, str], object]  # frozen, by path of the module and name
-Changes = Mapping[tuple[str, str], object]  # their values
+Kept = Mapping[str, object]  # frozen, by dotted name
+Changes = Mapping[str, Place]
 
 
 class CarriedTensorError(CaptureError):
@@ -69,14 +68,14 @@ def _generators() -> dict[str, object]:
     return {"random": random.getstate(), "numpy.random": (words.tobytes(), *rest), _SEEDED: seed}
 
 
-def attributes(model: nn.Module) -> Attributes:
-    """What the modules of a model hold in plain values, frozen."""
-    return {
-        (path, name): _frozen(held)
-        for path, module in model.named_modules()
-        for name, held in vars(module).items()
-        if name not in OF_TORCH
-    }
+def plain_values(model: nn.Module) -> Kept:
+    """What the modules of a model hold in plain values, and places beside them, frozen."""
+    return {name: _frozen(place.value) for name, place in _places(model)}
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    yield from module_places(model)
+    yield from outside_places(model)
 
 
 class _BesideTensors(dict[str, object]):
@@ -136,10 +135,9 @@ def _closed_over(function: FunctionType) -> dict[str, object]:
     return {name: number for name, number in held.items() if type(number) in (int, float)}
 
 
-def changes(model: nn.Module, before: Attributes) -> Changes:
-    """The attributes that are others than before, as they are now."""
-    found = [key for key, value in attributes(model).items() if _differs(value, before.get(key))]
-    return {(path, name): vars(model.get_submodule(path))[name] for path, name in found}
+def changes(model: nn.Module, before: Kept) -> Changes:
+    """The places whose values are others than before, as they are now."""
+    return {name: place for name, place in _places(model) if _differs(_frozen(place.value), before.get(name))}
 
 
 def _differs(now: object, before: object) -> bool:
@@ -158,59 +156,39 @@ def _counts(part: object) -> bool:
     return isinstance(part, _BesideTensors) or (isinstance(part, tuple) and part[:1] in ((int,), (float,)))
 
 
-def kept(model: nn.Module, found: Changes, again: Callable[[], tuple[bool, Changes]]) -> frozenset[str]:
-    """The dotted names of attributes that forward computed once and kept.
-
-    `again` traces what follows: whether the program is the same, and what changes then. Raises CaptureError if it is another
-    program, or anything changes.
-    """
-    if not found:
-        return frozenset()
-    for (path, name), value in found.items():  # torch.export has taken them back
-        vars(model.get_submodule(path))[name] = value
-    refused: dict[str, str] = {}
-    try:
-        same, later = again()
-    except CarriedTensorError:
-        raise
-    except CaptureError as error:
-        same, later, refused = False, {}, {"then": error.what}
-    if later or not same:
-        names = [f"{path}.{name}".strip(".") for path, name in later or found]
-        raise CaptureError(
-            f"forward changes {names[0]}, which the graph would have as it was in the first step",
-            attributes=", ".join(names),
-            **refused,
-            fix="run one batch before the model is captured, if forward sets it once; else keep it in a buffer that forward "
-            "writes, or change it outside of forward and give it as a tensor",
-        )
-    return frozenset(f"{path}.{name}".strip(".") for path, name in found)
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The numbers, texts and functions that modules had as attributes when they were captured; the modules are not kept alive.
 
-    `training` has their modes, by path: those of the others are the whole model's.
+    `training` has their modes, by path: those of the others are the whole model's. `constants` are tensors from elsewhere, with
+    the numbers of times that each was written.
     """
 
     modules: tuple[tuple[weakref.ref[nn.Module], str, Mapping[str, object]], ...]
     training: Mapping[str, bool] = field(default_factory=dict)
+    constants: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @staticmethod
-    def of(model: nn.Module, kept: Set[str]) -> Settings:
+    def of(model: nn.Module, kept: Set[str], constants: Iterable[torch.Tensor]) -> Settings:
         """What every module of a model holds, but for what is private to its class (peft's switch of adapters is not) or set by
         forward."""
         named = [*model.named_modules()]
         return Settings(
             tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in named),
             {path: module.training for path, module in named},
+            tuple((one, one._version) for one in constants if not one.is_inference()),
         )
 
     def check(self, parallel: nn.Module) -> None:
         """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one, for a
-        module of the captured model that was replaced, and for a mode that a submodule has for itself."""
+        module of the captured model that was replaced, a constant that was written, and a mode that a submodule has for itself.
+        """
         self._check_modes(parallel)
+        if any(one._version != version for one, version in self.constants):
+            raise InputError(
+                "a tensor that forward has from elsewhere was written after the model was captured, which has no effect",
+                fix="register it as a buffer, or make it an argument of forward",
+            )
         whole = next((own() for own, path, _ in self.modules if not path), None)
         for own, path, known in self.modules:
             if whole is not None and _at(whole, path) is not own():

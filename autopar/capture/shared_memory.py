@@ -18,13 +18,14 @@ from autopar.ir.program import Program
 from autopar.operators import writes
 
 _Named = tuple[str, torch.Tensor]
+_ELSEWHERE = "a tensor that forward has from elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The names of tensors that overlap, in groups."""
+    """The tensors of a model by name, of which some may overlap."""
 
-    groups: tuple[tuple[str, ...], ...] = ()
+    held: tuple[_Named, ...] = ()
 
     @staticmethod
     def of(held: Sequence[_Named], *, frozen: bool) -> SharedMemory:
@@ -32,25 +33,26 @@ class SharedMemory:
         first: dict[int, _Named] = {}  # of the names of a tensor that which programs have
         for name, tensor in held:
             first.setdefault(id(tensor), (name, tensor))
-        groups = [*_overlapping(first.values())]
-        for group in groups:
+        for group in _overlapping(first.values()):
             trained = [name for name, tensor in group if tensor.requires_grad and tensor.is_leaf and not frozen]
             if len(trained) > 1:
                 fix = "hold one parameter, and take the view of it in forward"
                 what = "are parameters that share memory without being the same"
                 raise CaptureError(f"{trained[0]} and {trained[1]} {what}", fix=fix)
-        return SharedMemory(tuple(tuple(name for name, _ in group) for group in groups))
+        return SharedMemory(tuple(first.values()))
 
-    def refuse_changed(self, program: Program) -> None:
+    def refuse_changed(self, program: Program, constants: Iterable[torch.Tensor] = ()) -> None:
         """Raise CaptureError where a tensor changes, as it is trained or written, in whose memory another one lies that the
-        program reads or the state dict has."""
+        program reads or the state dict has, or a constant of the program."""
         held = {one.value.name: one for one in (*program.parameters, *program.buffers)}
         written = {name for op in program.ops for name in writes(op)}
-        for group in self.groups:
-            known = [held[name] for name in group if name in held]
+        for group in _overlapping((*self.held, *((_ELSEWHERE, one) for one in constants))):
+            names = [name for name, _ in group]
+            known = [held[name] for name in names if name in held]
             for one in known:
                 name, trained = one.value.name, one.value.requires_grad
                 others = [other.value.name for other in known if other is not one and (other.used or other.persistent)]
+                others += [_ELSEWHERE] * (_ELSEWHERE in names)
                 if others and (trained or name in written):
                     raise CaptureError(
                         f"{others[0]} lies in the memory of {name}, which {'is trained' if trained else 'forward writes'}",

@@ -23,6 +23,7 @@ _OURS = tuple(
         for one in (folder, folder.resolve())
     }
 )
+_TRACING = re.compile(r"(torch|autopar)\.")  # in the name of a file of Python
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
@@ -95,6 +96,12 @@ def caller(function: object, frame: FrameType) -> FrameType:
         frame = frame.f_back
     own = isinstance(function, FunctionType) and frame.f_code is function.__code__
     return frame.f_back if own and frame.f_back is not None else frame
+
+
+def by_forward(function: object, frame: FrameType) -> bool:
+    """Whether code of a model, or a layer of torch, calls a function of torch, and not its tracer."""
+    file = str(frame.f_globals.get("__name__"))
+    return not isinstance(function, torch._ops.OpOverload) and (not _TRACING.match(file) or file.startswith("torch.nn."))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -19,12 +19,10 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from autopar.capture import source_location
 from autopar.capture.assumptions import NOTHING, Answers, Assumptions
 from autopar.capture.empty_selections import UNASKED, Answered, AskedForRows, EmptySelections, Nothing, some
-from autopar.capture.held_tensors import HeldTensor
-from autopar.capture.python_state import Changes
 from autopar.capture.returned import ReturnSpec, read_result
 from autopar.capture.signature import ModelCall
 from autopar.capture.static_inputs import as_literals
-from autopar.capture.trace_guards import watched
+from autopar.capture.trace_guards import Traces, watched
 from autopar.errors import AutoparError, CaptureError
 
 _BRANCH = (
@@ -70,18 +68,11 @@ _SAID = {  # what torch says: what it means, and the way out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The exported graph, whose flat outputs are the tensors of `returned`; what forward changed in attributes, the tensors it
-    put there, the names of those that it computed with, the buffers whose values decided something, each with a line, and what
-    was asked about selections.
-    """
+    """The exported graph, whose flat outputs are the tensors of `returned`, and what its call left behind."""
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
-    changes: Changes
-    made: Mapping[str, HeldTensor]
-    read: frozenset[str]
-    decided: Mapping[str, str]
-    answered: Answered
+    left: Traces
 
 
 def trace(
@@ -146,16 +137,7 @@ def _traced(
     answers.tell_unused()
     if lost:
         warnings.warn(f"{type(module).__name__} returns values that are not tensors; left out: {', '.join(lost)}", stacklevel=4)
-    left = made[0]
-    return Traced(
-        exported=exported,
-        returned=returned,
-        changes=left.changes,
-        made=left.made,
-        read=left.read,
-        decided=left.decided,
-        answered=left.answered,
-    )
+    return Traced(exported=exported, returned=returned, left=made[0])
 
 
 def explained(error: Exception, model: str) -> AutoparError:
@@ -197,7 +179,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings(), contextlib.redirect_stderr(said):
             warnings.filterwarnings("ignore", module=r"torch\.")
-            warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")  # nn.LSTM's own list
+            warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.")  # see `carried_tensors`
             yield
         sys.stderr.write(said.getvalue())
     finally:

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
@@ -52,16 +50,17 @@ from autopar.capture import (
 from autopar.capture.assigned_buffers import AssignedBuffers
 from autopar.capture.assigned_contents import AssignedContents
 from autopar.capture.assumptions import Answers
+from autopar.capture.cached_functions import clear_cached_tensors
 from autopar.capture.carried_tensors import CarriedTensors
 from autopar.capture.cpu_tensors import CpuTensors, type_of_the_cpu
 from autopar.capture.drawn_numbers import drawing
 from autopar.capture.empty_selections import Answered, EmptySelections
-from autopar.capture.equal_masks import Masks
+from autopar.capture.equal_masks import Masks, node_of
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import ASKING, READING, KnownValues
 from autopar.capture.literals import as_literal, literal, new_literal, with_literals
-from autopar.capture.python_state import Changes, Generators, attributes, changes
+from autopar.capture.python_state import Changes, Generators, changes, plain_values
 from autopar.capture.registered_tensors import RegisteredTensors, StandIns, standing_in
 from autopar.capture.repairs import Repairs
 from autopar.errors import CaptureError
@@ -71,13 +70,14 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What a call changed in the attributes of the module, the tensors that it put where there was none, the names of those
-    that it computed with, the buffers whose values it read, each with a line that did, and what it asked about selections.
+    """What a call changed in places of Python, the tensors that it put there, the names of those that it computed with, tensors
+    from elsewhere, the buffers whose values it read, each with a line that did, and what it asked about selections.
     """
 
     changes: Changes
     made: Mapping[str, HeldTensor]
     read: frozenset[str]
+    constants: tuple[torch.Tensor, ...]
     decided: Mapping[str, str]
     answered: Answered
 
@@ -96,7 +96,7 @@ def watched(
 
     @functools.wraps(call)
     def guarded(*args: object, **kwargs: object) -> object:
-        before = attributes(module)
+        before = plain_values(module)
         held = {name: one.tensor for name, one in held_tensors(module).items()}
         known = KnownValues(dict(module.named_buffers()) | held, values)
         carried, buffers, contents = CarriedTensors(module), AssignedBuffers(module), AssignedContents(module)
@@ -106,8 +106,10 @@ def watched(
             buffers.write()
             contents.refuse()
         guards.repairs.refuse()
+        guards.of_the_cpu.refuse_written(f"{type(module).__name__}.forward")
         new = carried.made(pytree.tree_leaves((args, kwargs)))
-        made.append(Traces(changes(module, before), new, frozenset(carried.read), known.decided, rows.answered()))
+        constants = tuple(guards.of_the_cpu.constants)
+        made.append(Traces(changes(module, before), new, frozenset(carried.read), constants, known.decided, rows.answered()))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
@@ -125,6 +127,7 @@ def watched(
         *grad_modes.replaced(),
     ]
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in unseen]
+    clear_cached_tensors(module)
     for owner, name, function in unseen:
         setattr(owner, name, function)
     try:
@@ -133,6 +136,7 @@ def watched(
         for owner, name, function in before:
             setattr(owner, name, function)
         del module._compiled_call_impl
+        clear_cached_tensors(module)
         generators.restore()
 
 
@@ -163,7 +167,8 @@ class Guards(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         asker = sys._getframe(1)
         frame = source_location.caller(func, asker)
-        args, kwargs = self.of_the_cpu.moved(*standing_in(self.stand_ins, args, kwargs or {}))
+        args, kwargs = standing_in(self.stand_ins, args, kwargs or {})
+        args, kwargs = self.of_the_cpu.moved(args, kwargs, elsewhere=source_location.by_forward(func, asker))
         _refuse_sparse(args, asker)
 
         def call(function: Callable[..., object], of: tuple[object, ...], given: dict[str, object]) -> object:
@@ -276,6 +281,11 @@ def unasked(function: Any) -> Callable[..., object]:
     return made
 
 
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """What `tensor.data` is: itself, if it is no result and has no gradient; torch.export fails for a constant of no use."""
+    return tensor if node_of(tensor) is None and not tensor.requires_grad else tensor.detach()
+
+
 def _refuse_sparse(args: tuple[object, ...], frame: FrameType) -> None:
     """Raise CaptureError for a sparse operand."""
     if any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in args):
@@ -318,8 +328,6 @@ def _registering(original: Callable[..., None]) -> Callable[..., None]:
         if threading.get_ident() != tracing or not (registers or name in buffers):
             return original(self, name, value, *rest, **named)
         if buffers.get(name) is None:
-            message = rf"The tensor attributes? self\.\S*{re.escape(name)}"  # torch's, until it is traced
-            warnings.filterwarnings("ignore", message=message)
             vars(self)[name] = value
         elif value is None or isinstance(value, torch.Tensor):
             buffers[name] = value
@@ -374,7 +382,7 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
     ),
 }
 _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
-    torch.Tensor.data.__get__: lambda _: torch.Tensor.detach,  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: lambda _: _detached,  # type: ignore[attr-defined]
     nn.functional.embedding_bag: embedding_bag.spelt,
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,

@@ -137,7 +137,6 @@ def test_a_counter_of_which_nothing_depends_is_no_harm() -> None:
     assert LOGGED == 0
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
 def test_a_table_beside_a_flag_is_made_when_it_is_asked_for() -> None:
     def table(self: Counting) -> float:
         if not self.held["made"]:

@@ -220,7 +220,6 @@ def test_attributes_that_forward_changes_are_refused(body: Callable[[Does, torch
         capture(nn.Sequential(Does(body)), X)
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
 @pytest.mark.parametrize(
     "body, name",
     [
@@ -283,7 +282,6 @@ def test_a_number_that_is_used_is_refused(draw: Callable[[], Any], use: Callable
         capture(Does(lambda self, x: use(draw(), x)), X)
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
 @pytest.mark.parametrize(
     "body, names",
     [
@@ -303,7 +301,6 @@ def test_an_attribute_that_is_computed_once_is_no_harm(
     assert capture(Does(body), X).kept == names
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
 @pytest.mark.parametrize(
     "body, name",
     [

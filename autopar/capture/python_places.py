@@ -1,0 +1,185 @@
+"""Where Python keeps what forward may leave for its next call: attributes of modules, and places beside these.
+
+    self.calls += 1                          an attribute of a module of the model
+    next(self.rates)                         an iterator there
+    Schedule.calls += 1                      one of a class, here and in files that classes of the model are defined in
+    global calls; calls += 1                 a global of such a file
+    def forward(self, x, before=[]): ...     the default of a function there
+
+Modules are copies, which belong to the tracing. What is outside of them is the user's: what tracing leaves there is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and containers in one another, that are looked at
+OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_NOT_SIMPLE = (nn.Module, Mapping, type, FunctionType)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.Tensor, SimpleNamespace, *_CONTAINERS})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value that Python keeps, what puts another one there, and whether that is outside of the model's modules."""
+
+    value: object
+    put: Callable[[Any], object]
+    outside: bool = False
+
+
+class CountedIterator:
+    """An iterator, and how often something was taken from it, which no other iterator tells."""
+
+    def __init__(self, iterator: Iterator[object]) -> None:
+        self.iterator, self.taken = iterator, 0
+
+    def __iter__(self) -> CountedIterator:
+        return self
+
+    def __next__(self) -> object:
+        self.taken += 1
+        return next(self.iterator)
+
+
+def count_iterators(model: nn.Module) -> None:
+    """Have the iterators in attributes of a model count."""
+    for module in model.modules():
+        for name, held in vars(module).items():
+            if isinstance(held, Iterator) and not isinstance(held, io.IOBase | CountedIterator):
+                vars(module)[name] = CountedIterator(held)
+
+
+def module_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    """The attributes of a model's modules, by dotted name."""
+    for path, module in model.named_modules():
+        held = vars(module)
+        for name, value in held.items():
+            if name not in OF_TORCH:
+                yield f"{path}.{name}".strip("."), Place(value, partial(held.__setitem__, name))
+
+
+def outside_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    """The plain values, containers and simple objects that classes of a model, files that define these, and functions there
+    hold, by dotted name; functions also as defaults."""
+    for owner, label in owners(model).items():
+        for name, value in _held(owner).items():
+            yield f"{label}.{name}", Place(value, partial(setattr, owner, name), outside=True)
+        for name, value in _defaults(owner).items() if isinstance(owner, FunctionType) else ():
+            if type(value) in _CONTAINERS:
+                yield f"{label}.{name}", Place(value, lambda _: None, outside=True)
+
+
+@contextlib.contextmanager
+def taken_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards the places outside of a model's modules hold what they held before, and containers there do so too."""
+    plain = [(owner, _held(owner)) for owner in owners(model)]
+    contents = [one for _, place in outside_places(model) for one in _contents(place.value)]
+    try:
+        yield
+    finally:
+        for owner, before in plain:
+            for name in _held(owner).keys() - before.keys():
+                delattr(owner, name)
+            for name, value in before.items():
+                if vars(owner).get(name, owner) is not value:
+                    setattr(owner, name, value)
+        for put_back in contents:
+            put_back()
+
+
+def owners(model: nn.Module) -> dict[Any, str]:
+    """The classes of a model's modules, the files that define them, classes of their packages that these know, and functions of
+    all of them, each with its name."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__ if not _of_torch(kind))
+    files = {file: name for name in map(_file, kinds) if (file := sys.modules.get(name)) is not None}
+    own = set(map(_package, files))
+    known = [held for file in files for held in vars(file).values() if isinstance(held, type) and _package(held) in own]
+    found: dict[Any, str] = {kind: kind.__qualname__ for kind in (*kinds, *known)} | files
+    functions = {
+        held: held.__qualname__
+        for owner in found
+        for held in vars(owner).values()
+        if isinstance(held, FunctionType) and _file(held) == _file(owner)
+    }
+    return found | functions
+
+
+def _held(owner: object) -> dict[str, object]:
+    """The plain values, containers and simple objects among what a class, a file or a function holds."""
+    return {
+        name: value
+        for name, value in [*vars(owner).items()]
+        if type(value) in _PLAIN or (_package(type(value)) == _package(owner) and not isinstance(value, _NOT_SIMPLE))
+        if not name.startswith("__")
+    }
+
+
+def _defaults(function: FunctionType) -> dict[str, object]:
+    """The defaults of a function's parameters, by name."""
+    values = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return dict(zip(names[len(names) - len(values) :], values, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def _contents(value: object, depth: int = MOST_NESTED) -> Iterator[Callable[[], object]]:
+    """What puts the contents of a container or an object back into it, and so on for what it holds."""
+    if isinstance(value, _NOT_SIMPLE) and not isinstance(value, dict):
+        return
+    held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+    if isinstance(value, torch.Tensor) or not isinstance(held, _CONTAINERS) or len(held) > MOST_ELEMENTS or not depth:
+        return
+    yield partial(_refill, held, held.copy())
+    for part in [*held.values()] if isinstance(held, dict) else [*held]:
+        yield from _contents(part, depth - 1)
+
+
+def _refill(container: Any, before: Any) -> None:
+    if _parts(container) != _parts(before):
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _parts(container: Any) -> object:
+    """What is in a container, by identity."""
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return set(map(id, container)) if isinstance(container, set) else [*map(id, container)]
+
+
+def _of_torch(kind: type) -> bool:
+    return kind is object or _package(kind) == "torch"
+
+
+def _file(owner: Any) -> str:
+    """The name of the file that defines a class or a function; that of a file itself."""
+    return owner.__module__ if isinstance(owner, type | FunctionType) else owner.__name__
+
+
+def _package(owner: Any) -> str:
+    return _file(owner).partition(".")[0]
+
+
+__all__ = [
+    "MOST_ELEMENTS",
+    "MOST_NESTED",
+    "OF_TORCH",
+    "Place",
+    "count_iterators",
+    "module_places",
+    "outside_places",
+    "owners",
+    "taken_back",
+]
