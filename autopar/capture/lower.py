@@ -326,7 +326,7 @@ class Lowering:
                 ((new,), _) = self.emission.emit(node, "aten.bernoulli.p", (*args, 0.5), (), region)
             case _:
                 target = nodes.returning(node)
-                kwargs = tuple((name, held) for name, held in kwargs if name != "out")
+                kwargs = (*((name, held) for name, held in kwargs if name != "out"), *nodes.as_made(target, old.dtype))
                 ((new,), _) = self.emission.emit(node, target, args, kwargs, region)
         if self.builder.values[new.name].dtype != old.dtype:
             ((new,), _) = self.emission.emit(node, "aten.to.dtype", (new, old.dtype), (), region)

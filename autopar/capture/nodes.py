@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.capture import source_location
 from autopar.errors import CaptureError
-from autopar.ir.program import overload
+from autopar.ir.program import Argument, overload
 from autopar.ir.shape_inference import Kind
 from autopar.operators import rule_of
 from autopar.operators.registry import RETURNING
@@ -131,7 +131,7 @@ def returning(node: fx.Node) -> str:
     packet = getattr(torch.ops.aten, plain, None)
     forms = {form: getattr(packet, form)._schema for form in (packet.overloads() if packet else ())}
     taken = _taken([a for a in node.target._schema.arguments if not a.is_out])
-    alike = [form for form, s in forms.items() if not s.is_mutable and _taken(s.arguments) == taken]
+    alike = [form for form, s in forms.items() if not s.is_mutable and taken in (_taken(s.arguments), _taken(_unless_made(s)))]
     if variant not in alike:  # pow_.Scalar is pow.Tensor_Scalar
         variant = next(iter(alike), "")
     if not variant:
@@ -143,6 +143,20 @@ def returning(node: fx.Node) -> str:
 def _taken(arguments: Sequence[torch.Argument]) -> list[tuple[str, str]]:
     """Names and types of arguments; that of `dropout_(self, p, train)` is `input` in `dropout`."""
     return [(a.name if place else "", str(a.type)) for place, a in enumerate(arguments)]
+
+
+_OF_MADE = {"dtype", "layout", "device", "pin_memory"}  # arguments of operators that make tensors, which `out` has itself
+
+
+def _unless_made(schema: torch.FunctionSchema) -> list[torch.Argument]:
+    return [a for a in schema.arguments if a.name not in _OF_MADE]
+
+
+def as_made(target: str, out: torch.dtype) -> tuple[tuple[str, Argument], ...]:
+    """The arguments of an operator that makes a tensor, in place of one that is given as `out` of a dtype."""
+    schema = overload(target)._schema
+    made = len(_unless_made(schema)) + len(_OF_MADE) == len(schema.arguments) and "Tensor" not in str(schema).partition("->")[0]
+    return (("dtype", out), ("device", torch.device("meta"))) if made else ()
 
 
 def without_generator(target: str, kwargs: Mapping[str, object]) -> str:

@@ -96,6 +96,13 @@ def into_another(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x * y, new
 
 
+def made_into(y: torch.Tensor) -> torch.Tensor:
+    square, steps = torch.empty(6, 6, device=y.device), torch.empty(6, dtype=torch.float64, device=y.device)
+    torch.eye(6, out=square)
+    torch.linspace(0, 1, 6, out=steps)
+    return (y @ square) * steps
+
+
 def complex_part(y: torch.Tensor) -> torch.Tensor:
     waves = torch.zeros(4, 6, dtype=torch.complex64, device=y.device)
     waves[:2, -3:] = torch.view_as_complex(y[:2].reshape(2, 3, 2))
@@ -141,6 +148,7 @@ WRITES = (
     diagonal,
     whole_diagonal,
     into_another,
+    made_into,
     complex_part,
 )
 
