@@ -40,7 +40,7 @@ def _caching(model: nn.Module) -> Iterator[tuple[Any, list[torch.Tensor]]]:
     """The functions that keep tensors, and these."""
     for owner in owners(model):
         for function in [*vars(owner).values()]:
-            if callable(getattr(function, "cache_clear", None)) and callable(getattr(function, "cache_info", None)):
+            if hasattr(type(function), "cache_clear"):
                 kept = [one for one in gc.get_referents(function) if isinstance(one, dict | list | tuple | torch.Tensor)]
                 tensors = [leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
                 if tensors:

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
+
+from autopar.capture.equal_masks import node_of
 from autopar.ir.program import Argument, Ref, Value, aten
 from autopar.operators import rule_of
 from autopar.operators.facts import OpKind
@@ -68,9 +71,17 @@ def upwards(handle: Handle) -> Iterator[Handle]:
         yield from upwards(handle.view.parent)
 
 
-def detached(handle: Handle) -> bool:
-    """Whether a tensor shares the memory of another one without its gradient: by detach() or .data."""
-    return any(one.view is not None and aten(one.view.target) == "detach" for one in upwards(handle))
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What `tensor.data` is while it is traced: detached, and twice from a gradient; a tensor that was not traced is itself, as
+    torch.export fails for a constant of which nothing is used."""
+    if tensor.requires_grad:
+        return tensor.detach().detach()
+    return tensor if node_of(tensor) is None else tensor.detach()
+
+
+def detached(handle: Handle) -> int:
+    """How often a tensor was detached from what it shares memory with: see `data_of`."""
+    return sum(one.view is not None and aten(one.view.target) == "detach" for one in upwards(handle))
 
 
 def read(handle: Handle) -> Ref:
@@ -88,7 +99,8 @@ def straight_through(new: Ref, old: Ref, emit: Emit) -> Ref:
 
 
 def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> None:
-    """Assign a new value to a tensor, and with it to every tensor that aliases it.
+    """Assign a new value to a tensor, and with it to every tensor that aliases it; what has a gradient keeps that it had where
+    the tensor has none.
 
     Raises LookupError for a view whose inverse is not known.
     """
@@ -96,7 +108,12 @@ def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -
         handle.storage.version += 1
     else:
         parent = handle.view.parent
-        write(parent, scatter(handle.view, read(parent), new, emit, value), emit, value)
+        old, unheard = read(parent), not value(handle.ref).requires_grad
+        whole = scatter(handle.view, old, new, emit, value)
+        if unheard and value(old).requires_grad:
+            whole = emit("aten.detach.default", (whole,)) if value(whole).requires_grad else whole
+            whole = straight_through(whole, old, emit)
+        write(parent, whole, emit, value)
     handle.ref = new
     handle.seen = handle.storage.version
 
@@ -122,7 +139,7 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
             dim = rest[1] if len(rest) > 1 and isinstance(rest[1], int) else 0
             start = sum(shape[dim] for shape in view.shapes[: view.index])
             return emit("aten.slice_scatter.default", (parent, new, dim, start, start + view.shapes[view.index][dim]))
-        case "detach", _:  # autograd hears nothing of it behind a tensor that was detached, or .data
+        case "detach", _:
             return emit(view.target, (new,))
         case _ if name == "unsqueeze" or kind is OpKind.RESHAPE:
             return emit("aten.reshape.default", (new, whole))

@@ -261,17 +261,15 @@ class Lowering:
             raise CaptureError(f"{node.target} changes {place.storage.owner}", at=nodes.source(node), fix=fix)
         before = functionalize.read(place)
         old = self.builder.values[before.name]
-        self.refuse_unseen(node, place, region)
+        self.refuse_unseen(node, place)
         self.refuse_rows(node, place, region)
 
         def emit(target: str, arguments: tuple[Argument, ...]) -> Ref:
-            return self.emission.emit(node, target, arguments, (), region)[0][0]
+            return self.emission.emit(node, target, arguments, (), Region())[0][0]
 
         new = self.result_in_place(node, now, keywords, region, old)
         if old.requires_grad and not region.grad:
-            new = functionalize.straight_through(
-                new, before, lambda target, arguments: self.emission.emit(node, target, arguments, (), Region())[0][0]
-            )
+            new = functionalize.straight_through(new, before, emit)
         if buffer and self.builder.values[new.name].requires_grad and not functionalize.detached(place):
             fix = "write it under torch.no_grad(), or what was detached"
             raise CaptureError(
@@ -284,18 +282,16 @@ class Lowering:
             raise CaptureError(f"{node.target} writes through a view by {view}", at=nodes.source(node), fix=fix) from None
         return place
 
-    def refuse_unseen(self, node: fx.Node, place: Handle, region: Region) -> None:
-        """Raise CaptureError for a write into a part of a tensor with a gradient of which autograd does not hear.
-
-        A write into the whole of one, under no_grad, leaves it the gradient of what was there.
-        """
-        written = list(functionalize.upwards(place))
-        if self.builder.values[place.ref.name].requires_grad and (region.grad or place.view is None):
-            return
-        if any(self.builder.values[handle.ref.name].requires_grad for handle in written):
-            how = "through detach() or .data" if region.grad else "under no_grad"
-            fix = "write it outside of no_grad and not through detach(), or build it with torch.where, cat or stack"
-            raise CaptureError(f"{node.target} writes {how} into a tensor with a gradient", at=nodes.source(node), fix=fix)
+    def refuse_unseen(self, node: fx.Node, place: Handle) -> None:
+        """Raise CaptureError for a write through `.data` into a tensor with a gradient: autograd does not notice, and would
+        compute gradients of ops before with what was written."""
+        if functionalize.detached(place) > 1 and any(
+            self.builder.values[handle.ref.name].requires_grad for handle in functionalize.upwards(place)
+        ):
+            fix = "write it under no_grad, or build it with torch.where, cat or stack"
+            raise CaptureError(
+                f"{node.target} writes through .data into a tensor with a gradient", at=nodes.source(node), fix=fix
+            )
 
     def refuse_rows(self, node: fx.Node, place: Handle, region: Region) -> None:
         """Raise CaptureError for a write into rows of a selection that anything else sees."""

@@ -41,6 +41,7 @@ from autopar.capture import (
     covariance,
     custom_functions,
     embedding_bag,
+    functionalize,
     grad_modes,
     known_lengths,
     known_masks,
@@ -55,7 +56,7 @@ from autopar.capture.carried_tensors import CarriedTensors
 from autopar.capture.cpu_tensors import CpuTensors, type_of_the_cpu
 from autopar.capture.drawn_numbers import drawing
 from autopar.capture.empty_selections import Answered, EmptySelections
-from autopar.capture.equal_masks import Masks, node_of
+from autopar.capture.equal_masks import Masks
 from autopar.capture.function_transforms import Transforms
 from autopar.capture.held_tensors import HeldTensor, held_tensors
 from autopar.capture.known_values import ASKING, READING, KnownValues
@@ -281,11 +282,6 @@ def unasked(function: Any) -> Callable[..., object]:
     return made
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """What `tensor.data` is: itself, if it is no result and has no gradient; torch.export fails for a constant of no use."""
-    return tensor if node_of(tensor) is None and not tensor.requires_grad else tensor.detach()
-
-
 def _refuse_sparse(args: tuple[object, ...], frame: FrameType) -> None:
     """Raise CaptureError for a sparse operand."""
     if any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in args):
@@ -382,7 +378,7 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
     ),
 }
 _STAND_INS: dict[object, Callable[[Callable[..., Any]], Callable[..., object]]] = {
-    torch.Tensor.data.__get__: lambda _: _detached,  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: lambda _: functionalize.data_of,  # type: ignore[attr-defined]
     nn.functional.embedding_bag: embedding_bag.spelt,
     torch._C._nn.cross_entropy_loss: traced_losses.of_rows,
     torch._C._nn.nll_loss_nd: traced_losses.of_rows,

@@ -160,7 +160,9 @@ def _certain(name: str, args: Sequence[object], given: Mapping[str, object], fou
         return found
     if kind is OpKind.DRAW_CLASSES:
         return certain_classes(args[0] if args else given["input"], found.shape[-1])
-    return found.fill_(_least(args, given) if kind is OpKind.DRAW_INTEGERS else CONSTANTS[kind])
+    number = _least(args, given) if kind is OpKind.DRAW_INTEGERS else CONSTANTS[kind]
+    own = found.requires_grad and not name.endswith("_")  # autograd has it for the backward of the draw
+    return torch.fill(found, number) if own else found.fill_(number)
 
 
 def _least(args: Sequence[object], given: Mapping[str, object]) -> int:

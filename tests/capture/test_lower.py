@@ -190,6 +190,19 @@ def written_detached(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return zeros * y, table * y[:2], other * y[:2]
 
 
+def unheard(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second, third = y * 2, y * 3, y * 4
+    first.detach().clamp_(min=0.1)
+    second.detach()[1:3].mul_(3)
+    rows = second[1:]
+    rows.detach().t()[0] = 0.5
+    columns = third[:, 1:]
+    with torch.no_grad():
+        third[1:3].mul_(3)
+        columns[third[:, 1:] > 1] = 0.5
+    return first * y, second * y, rows.sin(), third * y, columns.sin()
+
+
 def checkpointed(y: torch.Tensor) -> torch.Tensor:
     return checkpoint(torch.sin, y, use_reentrant=False) * y
 
@@ -226,7 +239,20 @@ def of_its_dtype(y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [no_grad, given_back, detached, written_detached, checkpointed, literals, lists, arrays, ranges, identity, of_its_dtype],
+    [
+        no_grad,
+        given_back,
+        detached,
+        written_detached,
+        unheard,
+        checkpointed,
+        literals,
+        lists,
+        arrays,
+        ranges,
+        identity,
+        of_its_dtype,
+    ],
 )
 def test_gradients_stop_where_they_stop_in_the_module(body: Callable[[torch.Tensor], object]) -> None:
     interpreter.check(Does(body), X)

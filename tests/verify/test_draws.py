@@ -62,6 +62,7 @@ DRAWS: dict[str, tuple[Draw, str]] = {
     "geometric in whole numbers": (lambda y: torch.empty(8, dtype=torch.long, device=y.device).geometric_(0.5), COUNTS),
     "cauchy": (lambda y: torch.empty_like(y).cauchy_(), NUMBERS),
     "gamma": (lambda y: Gamma(y.exp(), 1.0).sample(), NUMBERS),
+    "gamma with a gradient": (lambda y: Gamma(y.exp() + 1, y.exp()).rsample(), NUMBERS),
     "student": (lambda y: StudentT(3.0, y).rsample(), NUMBERS),
     "of two tensors": (lambda y: torch.normal(y.detach(), y.detach().exp()), NUMBERS),
     "of two tensors with a gradient": (lambda y: torch.normal(y, y.exp()), NUMBERS),
