@@ -40,7 +40,7 @@ class LabelSample:
         """Dim 0 of the first input is the batch; dim 1 is a sequence if the input holds whole numbers."""
         shape = program.inputs[0].shape if program.inputs else ()
         words = len(shape) == 2 and not program.inputs[0].dtype.is_floating_point
-        return LabelSample(batch=shape[0] if shape else 1, length=shape[1] if words else 1)
+        return LabelSample(batch=(shape[0] or 1) if shape else 1, length=shape[1] if words else 1)
 
     def role(self, value: Value, dim: int, stride: int) -> str:
         """What a split of this stride cuts of an activation: batch, sequence, features, or a dim by number."""

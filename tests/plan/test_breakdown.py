@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.analysis.analysis import analyse
 from autopar.errors import PlanError
@@ -23,7 +25,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.planning.optimize import analysed, solved
 from autopar.planning.planner import connected_mesh
-from autopar.verify.testing import random_plan_of
+from autopar.verify.testing import random_plan, random_plan_of
 from tests.capture.models import MODELS
 from tests.plan.test_plan import MESH, NAMED, captured, plan
 from tests.support.planning import gpt2
@@ -152,6 +154,22 @@ def test_rows_of_batch_and_sequence_are_told_apart_by_their_stride() -> None:
     whole = replace(rows, shape=(8, 64, 256))
     assert [sample.role(whole, dim, 2) for dim in range(3)] == ["batch", "sequence", "features"]
     assert sample.role(replace(rows, shape=(7, 3)), 1, 1) == "dim 1 (size 3)"
+
+
+class Joined(nn.Module):
+    """Rows that are remembered from before, and new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.cat([before, x]))  # type: ignore[no-any-return]
+
+
+def test_an_empty_first_input_is_no_batch_by_which_others_are_told() -> None:
+    plan = random_plan(Joined(), (torch.empty(0, 8), torch.empty(8, 8)), Mesh.of((4,)), seed=3)
+    assert plan.breakdown.runs["layer:linear#0"] == ("dim 0 (size 8)",)
 
 
 def test_a_cost_breakdown_without_cost_parameters_is_refused() -> None:
