@@ -84,6 +84,14 @@ def finite(padded: Padded) -> PaddingValue | None:
 
 
 @elementwise
+def bounded(padded: Padded) -> PaddingValue | None:
+    """Zeros stay zeros between bounds on both sides of zero; else they become the nearer bound."""
+    low, high = (bound(padded.op)[name] for name in ("min_val", "max_val"))
+    around = isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= 0 <= high
+    return zero_to_zero(padded) if around else finite(padded)
+
+
+@elementwise
 def scaled(padded: Padded) -> PaddingValue | None:
     """A tensor times or divided by a positive number keeps what it has; a product of two has zeros where one of them has."""
     first, second = (*padded.op.args, None)[:2]

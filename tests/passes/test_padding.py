@@ -100,6 +100,10 @@ def normed(x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, (HIDDEN,))
 
 
+def raised(x: torch.Tensor) -> torch.Tensor:
+    return x + F.hardtanh(x, 0.5, 1.5).sum(-1, keepdim=True)
+
+
 def flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, 2, HIDDEN // 2).flip(1).reshape(x.shape)
 
@@ -143,6 +147,7 @@ WHOLE = {
     "scores that are capped": (lambda: Words(capped), tokens),
     "a mean of the scores": (lambda: Words(averaged), tokens),
     "a norm over the width": (lambda: Wide(normed), rows),
+    "a sum of what is not zero in padding": (lambda: Wide(raised), rows),
     "a dim that is cut in two": (lambda: Wide(flat), rows),
     "a constant of that width": (lambda: Wide(weighed), rows),
 }

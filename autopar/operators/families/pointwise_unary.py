@@ -164,7 +164,7 @@ TABLE: dict[str, Rule] = {
     "aten.log_sigmoid.default": op("... -> ...", padding=padding.finite),
     "aten.hardsigmoid.default": op("... -> ...", padding=padding.finite),
     "aten.hardswish.default": op("... -> ...", padding=padding.zero_to_zero),
-    "aten.hardtanh.default": op("... -> ...", padding=padding.zero_to_zero),
+    "aten.hardtanh.default": op("... -> ...", padding=padding.bounded),
     "aten.hardshrink.default": op("... -> ..."),
     "aten.softshrink.default": op("... -> ..."),
     "aten.softplus.default": op("... -> ...", padding=padding.finite, autocast=Autocast.FP32),
