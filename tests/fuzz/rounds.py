@@ -76,7 +76,9 @@ class Round:
             try:
                 tried()
             except Exception as error:
-                self.failure = f"{type(error).__name__}: {str(error)[:600]}"
+                again = isinstance(error, ExceptionGroup)  # hypothesis has one of what failed, and did not when repeated
+                said = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+                self.failure = f"{type(said).__name__}: {str(said)[:600]}{' (not when it was repeated)' * again}"
 
     def _try(self, world: ThreadedRanks, graph: Graph, setting: Setting) -> None:
         try:

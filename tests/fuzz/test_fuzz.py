@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from autopar.runtime.threaded_ranks import ThreadedRanks
+from tests.fuzz import rounds
 from tests.fuzz.graphs import Graph
 from tests.fuzz.rounds import Round, script
 from tests.fuzz.sabotage import found
-from tests.fuzz.trial import Setting, WrongNumber, check
+from tests.fuzz.trial import Outcome, Setting, WrongNumber, check
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is drawn: axes of no use, operators without a rule
 
@@ -44,3 +47,17 @@ def test_a_failure_is_a_script_that_repeats_it(capsys: pytest.CaptureFixture[str
     graph = Graph(members=(), inputs=(("x0", "torch.randn(batch, 4)"),), lines=("v1 = x0.tanh()",), returned="v1.mean()")
     exec(compile(script(graph, Setting(plans=(0, 1))), "<script>", "exec"), {})
     assert "Outcome(equal=2, refused=[])" in capsys.readouterr().out
+
+
+def test_what_fails_once_only_is_said_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def once(*_: object) -> Outcome:
+        if not next(calls):
+            raise TimeoutError("no end within 300 s")
+        return Outcome(1, [])
+
+    monkeypatch.setattr(rounds, "check", once)
+    one = Round(seed=0, graphs=2)
+    one.run()
+    assert one.failure.endswith("TimeoutError: no end within 300 s (not when it was repeated)")
