@@ -10,13 +10,12 @@ rank 0's part of the weights and of the optimizer's state. Needs the packages tr
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from types import EllipsisType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from autopar.codegen import ParallelModule
@@ -33,6 +31,7 @@ from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.safetensors import full_state_dict, load_pretrained
 from autopar.integrations.training_state import load_training_state, load_weights, save_training_state
 from autopar.integrations.transformers_checkpoint import load_whole_state
+from autopar.integrations.transformers_labels import counted_labels, label_names
 from autopar.integrations.transformers_loaders import EpochLoader, EvaluationLoader, LengthGrouped
 from autopar.runtime.gathered_steps import step_gathered
 
@@ -126,7 +125,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         paths = [planned.path for planned in parallel.autopar.signature.tensors]
         self.loss_is_scaled_for_ga = COUNT in paths
         if self.args.label_names is None:
-            self.label_names = [path for path in paths if "label" in path]
+            self.label_names = label_names(model, paths)
         self._signature_columns = [*dict.fromkeys(path.partition(".")[0] for path in paths)]
         routed = getattr(getattr(model, "config", None), "output_router_logits", False)
         if routed and self.counted is not None and not self.loss_is_scaled_for_ga and self.args.gradient_accumulation_steps > 1:
@@ -366,20 +365,6 @@ def _check_full_eval(parallel: nn.Module, args: object) -> None:
                 f"{name}_full_eval=True casts the module to {dtype} when training has ended, and its plan computes with {held}",
                 fix=f'leave it out, and parallelize with precision="{name}-mixed" to compute in {name}, evaluation too',
             )
-
-
-def counted_labels(model: nn.Module) -> tuple[slice | EllipsisType, ...] | None:
-    """The labels that the library counts so that a step's loss is a mean over all of them: an index; None if it counts none.
-
-    It does where forward takes what it does not name, unless the model says otherwise. Where labels are shifted, the first of a
-    row is the target of no token.
-    """
-    inner = next((found for found in model.modules() if isinstance(found, transformers.PreTrainedModel)), model)
-    takes = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(inner.forward).parameters.values())
-    if not getattr(inner, "accepts_loss_kwargs", takes):
-        return None
-    shifted = isinstance(inner, transformers.PreTrainedModel) and LOSS_MAPPING.get(inner.loss_type) is ForCausalLMLoss
-    return (..., slice(1, None)) if shifted and not getattr(inner.config, "is_encoder_decoder", False) else (...,)
 
 
 __all__ = ["Trainer", "save_pretrained"]

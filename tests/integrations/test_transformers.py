@@ -246,6 +246,42 @@ def test_arguments_that_reach_into_the_module_are_refused(tmp_path: Path, option
         Trainer(parallel, source, args=arguments(tmp_path, 8), compute_loss_func=len)
 
 
+def answering() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {name: WIDTHS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return transformers.BertForQuestionAnswering(transformers.BertConfig(num_hidden_layers=1, **sizes, **none))
+
+
+ANSWERS = [{"input_ids": words, "end_positions": words[1] % 10, "start_positions": words[0] % 10} for words in WORDS]
+
+
+def answers_alone(folder: Path) -> tuple[list[float], Any]:
+    trainer = transformers.Trainer(answering(), args=arguments(folder, BATCH), train_dataset=ANSWERS, eval_dataset=ANSWERS)
+    return history_and_labels(trainer)
+
+
+def answers_together(folder: Path) -> tuple[list[float], Any]:
+    launched()
+    sample = {name: torch.stack([one[name] for one in ANSWERS[:BATCH]]) for name in ANSWERS[0]}
+    parallel = autopar.parallelize(answering(), sample, device="h100", inputs="sharded", **PLANS["fsdp"])
+    args = arguments(folder, BATCH // parallel.data_world)
+    return history_and_labels(Trainer(parallel, answering(), args=args, train_dataset=ANSWERS, eval_dataset=ANSWERS))
+
+
+def history_and_labels(trainer: transformers.Trainer) -> tuple[list[float], list[Any]]:
+    trainer.train()
+    return history(trainer), [labels.tolist() for labels in trainer.predict(ANSWERS).label_ids]
+
+
+def test_labels_that_are_called_otherwise_are_evaluated(pool: WorkerPool, tmp_path: Path) -> None:
+    """Before, question answering had no loss of evaluation, and no metrics."""
+    ((expected, labels),) = pool.run(f"{__name__}:answers_alone", tmp_path / "alone", ranks=1)  # type: ignore[misc]
+    for found, same in pool.run(f"{__name__}:answers_together", tmp_path / "parts", ranks=2):  # type: ignore[misc]
+        assert found == pytest.approx(expected, rel=2e-4)
+        assert same == labels
+
+
 class BatchAccuracy:
     """The share of labels that are right, batch by batch, as `batch_eval_metrics` asks for it."""
 
