@@ -36,6 +36,7 @@ from autopar.integrations.transformers_loaders import EpochLoader, EvaluationLoa
 from autopar.runtime.gathered_steps import step_gathered
 
 COUNT = "num_items_in_batch"  # the library's word for the labels of all batches of a step, which its models divide by
+RENAMED = ("label", "label_ids")  # columns of a data set that the library's collators call labels
 STATES = "autopar"  # the folder of a checkpoint that has the optimizer's and the random state, and the weights in parts
 
 
@@ -124,9 +125,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.weights: list[float] = []  # of the losses of the batches that are still to come in this step
         paths = [planned.path for planned in parallel.autopar.signature.tensors]
         self.loss_is_scaled_for_ga = COUNT in paths
+        self.columns = [*dict.fromkeys(path.partition(".")[0] for path in paths)]
+        self.has_own_loss = type(self).compute_loss is not Trainer.compute_loss
         if self.args.label_names is None:
-            self.label_names = label_names(model, paths)
-        self._signature_columns = [*dict.fromkeys(path.partition(".")[0] for path in paths)]
+            self.label_names = label_names(model, paths, unplanned=self.has_own_loss)
+        taken = [*dict.fromkeys([*self.columns, *(self.label_names if self.has_own_loss else ())])]
+        self._signature_columns = [*taken, *(RENAMED if "labels" in taken else ())]
         routed = getattr(getattr(model, "config", None), "output_router_logits", False)
         if routed and self.counted is not None and not self.loss_is_scaled_for_ga and self.args.gradient_accumulation_steps > 1:
             what = "the router's loss is averaged over the batches of a step, where the library's Trainer adds it up"
@@ -229,7 +233,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if labels is not None:
             parts, names = self.model.autopar.inputs, self.label_names
             several = labels if isinstance(labels, tuple) else (labels,)
-            whole = tuple(parts.whole(name, label) for name, label in zip(names, several, strict=True))
+            whole = tuple(
+                parts.whole(name, label) if name in parts.shapes else label for name, label in zip(names, several, strict=True)
+            )
             labels = whole if isinstance(labels, tuple) else whole[0]
         return loss, logits if prediction_loss_only else self.model.gather(logits), labels
 
@@ -295,8 +301,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         padding = self._padding()
         lengths = padding.lengths(inputs, self.model)
         padded, self.longest = padding.padded(inputs, lengths), lengths.longest
-        found: Mapping[str, object] = self.model.shard(super()._prepare_inputs(padded), samples=True)
-        return found
+        given: dict[str, object] = super()._prepare_inputs(padded)
+        beside = {
+            name: self._whole(name, given.pop(name)) for name in [*given] if self.has_own_loss and name not in self.columns
+        }
+        return {**self.model.shard(given, samples=True), **beside}
+
+    def _whole(self, name: str, given: object) -> object:
+        """What is for a loss of one's own and no input of the plan: of all samples, as the outputs are."""
+        return self.model.autopar.inputs.whole_samples(name, given) if isinstance(given, torch.Tensor) else given
 
     def _padding(self) -> BatchPadding:
         """What pads batches, as the data collator does."""

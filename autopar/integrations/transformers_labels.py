@@ -12,9 +12,12 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.utils import find_labels
 
 
-def label_names(model: nn.Module, planned: Sequence[str]) -> list[str]:
-    """The planned inputs that are labels: those of the library (`start_positions`), in its order, and what is called so."""
-    known = [name for one in (model, _inner(model)) for name in find_labels(type(one)) if name in planned]
+def label_names(model: nn.Module, planned: Sequence[str], *, unplanned: bool = False) -> list[str]:
+    """The planned inputs that are labels: those of the library (`start_positions`), in its order, and what is called so.
+
+    With `unplanned`, those of the library that are not planned, too.
+    """
+    known = [name for one in (model, _inner(model)) for name in find_labels(type(one)) if unplanned or name in planned]
     return [*dict.fromkeys([*known, *(name for name in planned if "label" in name)])]
 
 

@@ -97,13 +97,34 @@ class InputParts:
     def whole(self, path: str, part: torch.Tensor) -> torch.Tensor:
         """The whole input from all ranks' parts; all ranks call it, as it all-gathers."""
         shape = tuple(size * count for size, count in zip(part.shape, self.counts(path), strict=True))
-        if shape == tuple(part.shape):
+        return part if shape == tuple(part.shape) else self._joined(part, shape, self._at(path, shape))
+
+    def whole_samples(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """What is no input of the plan, of all samples of the batch, from that of each rank's own; all ranks call it.
+
+        Raises InputError where ranks have other shapes.
+        """
+        if self.world == 1 or part.ndim == 0:
             return part
+        shapes: list[object] = [None] * self.context.mesh.size
+        before_message()
+        dist.all_gather_object(shapes, tuple(part.shape))
+        if odd := next((shape for shape in shapes if shape != shapes[0]), None):
+            raise InputError(
+                f"ranks have {name} of other shapes, which is no input of the plan",
+                given=f"{shapes[0]} and {odd}",
+                fix="pad it alike",
+            )
+        shape = (len(part) * self.world, *part.shape[1:])
+        return self._joined(part, shape, self._samples(shape[0]))
+
+    def _joined(self, part: torch.Tensor, shape: Shape, layout: Layout) -> torch.Tensor:
+        """The whole of what lies on the ranks in a layout; all ranks call it."""
         own = part.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.context.mesh.size)]
         before_message()
         dist.all_gather(parts, own)
-        return join([parts[rank] for rank in self._ranks], shape, self._at(path, shape), self.context.mesh.sizes)
+        return join([parts[rank] for rank in self._ranks], shape, layout, self.context.mesh.sizes)
 
     def indices(self, batch: int | None = None) -> torch.Tensor:
         """The places in the whole batch of this rank's samples."""

@@ -107,6 +107,7 @@ def loaded(_: None) -> list[float]:
     found, seen = [], []
     for own, sample in zip(loader, everything, strict=True):
         assert len(own[0]) == 4
+        assert torch.equal(parts.autopar.inputs.whole_samples("no input", own[1]), sample[1])
         found.append(difference(whole, parts, parts.shard(own, samples=True), sample))
         seen += [*map(tuple, sample[0].tolist())]
     assert len(seen) == len(set(seen)) == 16, "two whole batches of the twenty samples"
@@ -140,6 +141,8 @@ def refused(_: None) -> None:
         parts.shard((sample[0][:7], sample[1]))
     with pytest.raises(InputError, match="the data set has 4 samples, fewer than the batch of 8"):
         parts.sampler(range(4))
+    with pytest.raises(InputError, match="ranks have weights of other shapes, which is no input of the plan"):
+        parts.autopar.inputs.whole_samples("weights", ids[:, : 1 + rank])
     assert torch.isfinite(parts(ids, labels)), "and the module serves the next call"
 
 

@@ -282,6 +282,67 @@ def test_labels_that_are_called_otherwise_are_evaluated(pool: WorkerPool, tmp_pa
         assert same == labels
 
 
+def classifying() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {name: WIDTHS[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    made = transformers.BertForSequenceClassification(
+        transformers.BertConfig(num_hidden_layers=1, num_labels=3, **sizes, **none)
+    )
+    made.accepts_loss_kwargs = False  # of which the library, too, averages the batches of a step
+    return made
+
+
+KINDS = [{"input_ids": words, "label": words[0] % 3} for words in WORDS]  # which collators call labels
+
+
+class WeighsClasses(transformers.Trainer):  # type: ignore[misc]
+    """A loss outside of forward, as in the library's documentation."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **_: object
+    ) -> object:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+class WeighsClassesTogether(WeighsClasses, Trainer):
+    """It takes what the plan does not."""
+
+
+def kinds_alone(folder: Path) -> list[list[float]]:
+    found = []
+    for trains in (transformers.Trainer, WeighsClasses):
+        options = {"train_dataset": KINDS, "eval_dataset": KINDS, "compute_metrics": accuracy}
+        trainer = trains(classifying(), args=arguments(folder, BATCH), **options)
+        trainer.train()
+        found.append(history(trainer))
+    return found
+
+
+def kinds_together(folder: Path) -> list[list[float]]:
+    launched()
+    planned = {"input_ids": WORDS[:BATCH]}
+    found = []
+    for trains, sample in ((Trainer, planned | {"labels": WORDS[:BATCH, 0] % 3}), (WeighsClassesTogether, planned)):
+        parallel = autopar.parallelize(classifying(), sample, device="h100", inputs="sharded", **PLANS["fsdp"])
+        options = {"train_dataset": KINDS, "eval_dataset": KINDS, "compute_metrics": accuracy}
+        trainer = trains(parallel, classifying(), args=arguments(folder, BATCH // parallel.data_world), **options)
+        trainer.train()
+        found.append(history(trainer))
+    return found
+
+
+def test_labels_reach_a_plan_under_their_other_name_and_a_loss_outside_of_it_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    """Before, a column `label` was removed, and so was what a `compute_loss` takes beside the plan."""
+    (expected,) = pool.run(f"{__name__}:kinds_alone", tmp_path / "alone", ranks=1)
+    for found in pool.run(f"{__name__}:kinds_together", tmp_path / "parts", ranks=2):
+        for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
+            assert one == pytest.approx(other, rel=2e-4)
+
+
 class BatchAccuracy:
     """The share of labels that are right, batch by batch, as `batch_eval_metrics` asks for it."""
 
