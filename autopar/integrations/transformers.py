@@ -138,6 +138,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._check_batch("per_device_train_batch_size")
         if self.eval_dataset is not None:
             self._check_batch("per_device_eval_batch_size")
+            if self.args.eval_strategy != "no":
+                for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,):
+                    self._check_samples(dataset)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that decay: those of the user's model, whose modules say by their classes which are norms."""
@@ -211,12 +214,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_test_dataloader(self, test_dataset: Dataset[object]) -> DataLoader[object]:
         """The samples of this rank, in order."""
         self._check_batch("per_device_eval_batch_size")
-        batch = self.model.autopar.inputs.batch
-        if isinstance(test_dataset, Sized) and len(test_dataset) % batch and not self.args.dataloader_drop_last:
-            raise InputError(
-                f"the data set has {len(test_dataset)} samples, no multiple of the planned batch of {batch}",
-                fix="pad it, or leave the rest out: dataloader_drop_last=True",
-            )
+        self._check_samples(test_dataset)
         return self._loader(test_dataset, EvaluationLoader, shuffle=False, seed=0)
 
     def prediction_step(
@@ -264,6 +262,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise InputError(
                 f"{name}={asked} is not the planned batch of {batch}, in {shares} share(s)",
                 fix=f"{name}={batch // shares}, or plan with another batch",
+            )
+
+    def _check_samples(self, dataset: Dataset[object]) -> None:
+        batch = self.model.autopar.inputs.batch
+        if isinstance(dataset, Sized) and len(dataset) % batch and not self.args.dataloader_drop_last:
+            raise InputError(
+                f"the data set has {len(dataset)} samples, no multiple of the planned batch of {batch}",
+                fix="pad it, or leave the rest out: dataloader_drop_last=True",
             )
 
     def _loader(
