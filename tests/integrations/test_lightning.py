@@ -9,6 +9,8 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import nn
@@ -194,3 +196,54 @@ def test_a_lightning_module_without_a_parallel_one_is_refused() -> None:
     strategy._lightning_module = lightning.LightningModule()
     with pytest.raises(InputError, match="LightningModule has no parallel module"):
         _ = strategy.parallel
+
+
+def with_fabric(folder: Path) -> tuple[list[float], float]:
+    """The losses of a loop that saves behind its first epoch, of its second one when that is loaded, and of weights alone."""
+    launched()
+    losses = []
+    for load in (False, True):
+        strategy = ModelParallelStrategy(parallelize_fn=lambda module, mesh: module)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        parallel = fabric.setup_module(autopar.parallelize(Net(), DATA[:BATCH], (2,), strategy="fsdp", device="h100"))
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(parallel.parameters(), lr=0.05))
+        loader = fabric.setup_dataloaders(DataLoader(DATA, batch_size=BATCH), use_distributed_sampler=False)
+        state = {"model": parallel, "optimizer": optimizer, "epoch": 0}
+        if load:
+            fabric.load(folder / "saved", state)
+        for epoch in range(state["epoch"], 2):
+            for step, batch in enumerate(loader):
+                with fabric.no_backward_sync(parallel, enabled=not step):
+                    loss = parallel(*batch)
+                    fabric.backward(loss)
+                losses.append(loss.item())
+                if step:
+                    fabric.clip_gradients(parallel, optimizer, max_norm=0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not load and not epoch:
+                fabric.save(folder / "saved", {**state, "epoch": 1})
+    if not dist.get_rank():
+        torch.save(Net().state_dict(), folder / "raw.pt")
+    fabric.barrier()
+    fabric.load_raw(folder / "raw.pt", parallel)
+    return losses, parallel(*DATA[:BATCH]).item()
+
+
+def test_fabric_trains_saves_and_loads_a_parallel_module(pool: WorkerPool, tmp_path: Path) -> None:
+    model, losses = Net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(2 * STEPS):
+        first = step % STEPS * BATCH
+        loss = model(*DATA[first : first + BATCH])
+        loss.backward()
+        losses.append(loss.item())
+        if step % STEPS:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, raw in pool.run(f"{__name__}:with_fabric", tmp_path, ranks=2):  # type: ignore[misc]
+        assert found[: 2 * STEPS] == pytest.approx(losses, rel=1e-5)
+        assert found[2 * STEPS :] == pytest.approx(losses[STEPS:], rel=1e-5)
+        assert raw == pytest.approx(losses[0], rel=1e-5)
