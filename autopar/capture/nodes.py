@@ -68,6 +68,14 @@ def memory_of(traced: object) -> int | None:
     return traced.untyped_storage()._cdata if isinstance(traced, torch.Tensor) else None
 
 
+def same_tensor(one: object, other: object) -> bool:
+    """Whether two traced tensors are the same numbers in the same memory: `w.data = w.data.to(w.device)`."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or memory_of(one) != memory_of(other):
+        return False
+    seen = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()) for tensor in (one, other)]
+    return seen[0] == seen[1]
+
+
 def returns_operand(node: fx.Node) -> bool:
     """Whether a node's operator gives its first operand itself, as `x.to(dtype)` of a tensor that has that dtype."""
     place, found = node.args[0] if node.args else None, node.meta.get("val")

@@ -45,6 +45,7 @@ from autopar.capture import (
     grad_modes,
     known_lengths,
     known_masks,
+    nodes,
     source_location,
     traced_losses,
 )
@@ -205,6 +206,8 @@ class Guards(TorchFunctionMode):
                 return known
         if func in grad_modes.SETTING:
             grad_modes.refuse_frozen(args, given, asker)
+        if func == _SETTING_DATA and nodes.same_tensor(*args):
+            return None
         if func in _REFUSED:
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
@@ -357,6 +360,7 @@ def _of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _LOCATING = (torch.where,)
 _SELECTING = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
+_SETTING_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, with the shape of a tensor; the way out
     (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
     (
@@ -364,7 +368,7 @@ _REFUSED: dict[object, tuple[str, str]] = dict.fromkeys(  # what would be lost, 
         "write what the hook does as an operator with its own backward (torch.library.custom_op)",
     ),
 ) | {
-    torch.Tensor.data.__set__: (  # type: ignore[attr-defined]
+    _SETTING_DATA: (
         "a tensor of shape {} is given other .data, and what shared its memory is not seen",
         "write into it: x.data.copy_(...), or x.copy_(...) under torch.no_grad()",
     ),

@@ -27,6 +27,16 @@ TABLES: dict[int, torch.Tensor] = {}
 Body = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
+class Missing:
+    """What libraries have in the place of a package that is not installed."""
+
+    def __getattr__(self, name: str) -> object:
+        raise ImportError(name)
+
+
+missing = Missing()  # a global, which is looked at
+
+
 class Keeps(nn.Module):
     bank: ClassVar[list[torch.Tensor]] = []
 

@@ -155,5 +155,15 @@ def test_what_autograd_would_not_see_is_refused(body: Callable[..., torch.Tensor
         capture(Does(body), X)
 
 
+def test_data_that_is_set_to_itself_is_no_write() -> None:
+    """As losses of pytorch-metric-learning do, to have their weights where the batch is."""
+
+    def moved(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        layer.weight.data = layer.weight.data.to(y.device, y.dtype)  # type: ignore[union-attr]
+        return y @ layer.weight  # type: ignore[operator]
+
+    interpreter.check(Does(moved), X)
+
+
 def test_data_that_is_read_is_a_detached_tensor() -> None:
     interpreter.check(Does(lambda layer, y: y * y.data.mean() + layer.weight.data), X)
