@@ -16,7 +16,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from autopar.capture.python_places import MOST_ELEMENTS, MOST_NESTED, Place, module_places, outside_places
+from autopar.capture.python_places import (
+    MOST_ELEMENTS,
+    MOST_IN_ALL,
+    MOST_NESTED,
+    Place,
+    module_places,
+    outside_places,
+    too_long,
+)
 
 Replace = Callable[[torch.Tensor], object]
 
@@ -56,11 +64,13 @@ def _putting(place: Place, put: Replace) -> Replace:
 
 
 def _tensors(
-    value: object, name: str, put: Callable[[object], object], depth: int = MOST_NESTED
+    value: object, name: str, put: Callable[[object], object], depth: int = MOST_NESTED, room: int = MOST_IN_ALL
 ) -> Iterator[tuple[str, torch.Tensor, Replace]]:
     """The tensors in a value, each with its name, and with what puts another one in its place; `put` does so for the value."""
     if isinstance(value, torch.Tensor):
         yield name, value, put
+        return
+    if too_long(value, room) or not depth:
         return
     parts: list[tuple[str, object, Callable[[object], object]]] = []
     if isinstance(value, (list, deque)):
@@ -72,9 +82,9 @@ def _tensors(
     elif not (isinstance(value, nn.Module | type) or callable(value)):
         inside = getattr(value, "__dict__", {})
         parts = [(f".{key}", part, partial(setattr, value, key)) for key, part in inside.items()]
-    if depth and len(parts) <= MOST_ELEMENTS:
+    if len(parts) <= MOST_ELEMENTS:
         for label, part, own in parts:
-            yield from _tensors(part, name + label, own, depth - 1)
+            yield from _tensors(part, name + label, own, depth - 1, room // len(parts))
 
 
 def _in_tuple(value: tuple[object, ...], place: int, put: Callable[[object], object], part: object) -> None:

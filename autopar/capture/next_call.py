@@ -50,7 +50,7 @@ def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bo
     except CarriedTensorError:
         raise
     except CaptureError as error:
-        if changes or not made:
+        if changes or first.left.constants:
             raise _changing(list(changes), then=error.what) from None
         return frozenset()
     read = sorted(following.left.read & made.keys())

@@ -15,7 +15,7 @@ import contextlib
 import io
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, SimpleNamespace
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and containers in one another, that are looked at
+MOST_IN_ALL = 2**16  # elements of all containers in one another
 OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _NOT_SIMPLE = (nn.Module, Mapping, type, FunctionType)
@@ -60,6 +61,13 @@ def count_iterators(model: nn.Module) -> None:
         for name, held in vars(module).items():
             if isinstance(held, Iterator) and not isinstance(held, io.IOBase | CountedIterator):
                 vars(module)[name] = CountedIterator(held)
+
+
+def too_long(value: object, room: int) -> bool:
+    """Whether a container has more elements than are looked at, where there is room for so many."""
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | torch.Tensor):
+        return False
+    return len(value) > min(MOST_ELEMENTS, room)
 
 
 def module_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
@@ -134,16 +142,16 @@ def _defaults(function: FunctionType) -> dict[str, object]:
     return dict(zip(names[len(names) - len(values) :], values, strict=True)) | (function.__kwdefaults__ or {})
 
 
-def _contents(value: object, depth: int = MOST_NESTED) -> Iterator[Callable[[], object]]:
+def _contents(value: object, depth: int = MOST_NESTED, room: int = MOST_IN_ALL) -> Iterator[Callable[[], object]]:
     """What puts the contents of a container or an object back into it, and so on for what it holds."""
     if isinstance(value, _NOT_SIMPLE) and not isinstance(value, dict):
         return
     held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
-    if isinstance(value, torch.Tensor) or not isinstance(held, _CONTAINERS) or len(held) > MOST_ELEMENTS or not depth:
+    if isinstance(value, torch.Tensor) or not isinstance(held, _CONTAINERS) or too_long(held, room) or not depth:
         return
     yield partial(_refill, held, held.copy())
     for part in [*held.values()] if isinstance(held, dict) else [*held]:
-        yield from _contents(part, depth - 1)
+        yield from _contents(part, depth - 1, room // len(held))
 
 
 def _refill(container: Any, before: Any) -> None:
@@ -174,6 +182,7 @@ def _package(owner: Any) -> str:
 
 __all__ = [
     "MOST_ELEMENTS",
+    "MOST_IN_ALL",
     "MOST_NESTED",
     "OF_TORCH",
     "Place",
@@ -182,4 +191,5 @@ __all__ = [
     "outside_places",
     "owners",
     "taken_back",
+    "too_long",
 ]

@@ -22,7 +22,16 @@ import torch
 from torch import nn
 
 from autopar.capture.drawn_numbers import drawn_from
-from autopar.capture.python_places import MOST_ELEMENTS, MOST_NESTED, OF_TORCH, Place, module_places, outside_places
+from autopar.capture.python_places import (
+    MOST_ELEMENTS,
+    MOST_IN_ALL,
+    MOST_NESTED,
+    OF_TORCH,
+    Place,
+    module_places,
+    outside_places,
+    too_long,
+)
 from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -82,8 +91,10 @@ class _BesideTensors(dict[str, object]):
     """The plain values of a container or an object that holds tensors, too, frozen."""
 
 
-def _frozen(value: object, depth: int = MOST_NESTED) -> object:
+def _frozen(value: object, depth: int = MOST_NESTED, room: int = MOST_IN_ALL) -> object:
     """A value that compares as the plain values in it do; `...` for a tensor."""
+    if too_long(value, room):
+        return None
     match value:
         case random.Random():
             return value.getstate()
@@ -101,12 +112,15 @@ def _frozen(value: object, depth: int = MOST_NESTED) -> object:
             return sorted(repr(one) for one in value if isinstance(one, _SCALARS))
         case nn.Module() | type():
             return None
+    if isinstance(value, str | bytes):
+        return type(value), value
     if isinstance(value, _SCALARS):
         return type(value), repr(value)
     inside = _inside(value)
-    if inside is None or len(inside) > MOST_ELEMENTS or not depth:
+    if inside is None or too_long(inside, room) or not depth:
         return None
-    found = {repr(key): _frozen(part, depth - 1) for key, part in inside.items() if isinstance(key, _SCALARS)}
+    room //= max(len(inside), 1)
+    found = {repr(key): _frozen(part, depth - 1, room) for key, part in inside.items() if isinstance(key, _SCALARS)}
     if any(part is ... or isinstance(part, _BesideTensors) for part in found.values()):
         return _BesideTensors({key: part for key, part in found.items() if part is not ...})
     return found
