@@ -31,7 +31,7 @@ class Missing:
     """What libraries have in the place of a package that is not installed."""
 
     def __getattr__(self, name: str) -> object:
-        raise ImportError(name)
+        raise AttributeError(name) if name.startswith("__") else ImportError(name)
 
 
 class Corpus(list[int]):
