@@ -60,7 +60,7 @@ def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bo
             "would compute it in every step",
             fix="compute it before the capture, into a buffer",
         )
-    alike = _variable(first) == _variable(following) if read else same(following)
+    alike = (not changes or _variable(first) == _variable(following)) if read else same(following)
     lasting = [name for name, place in following.left.changes.items() if not place.outside or not alike]
     if lasting or not alike:
         raise _changing(lasting or [*changes, *made])

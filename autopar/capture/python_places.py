@@ -131,8 +131,15 @@ def _held(owner: object) -> dict[str, object]:
         name: value
         for name, value in [*vars(owner).items()]
         if type(value) in _PLAIN or (_package(type(value)) == _package(owner) and not isinstance(value, _NOT_SIMPLE))
-        if not name.startswith("__")
+        if not name.startswith("__") and not _of_tracers(name, value)
     }
+
+
+def _of_tracers(name: str, value: object) -> bool:
+    """Whether a global is a container of torch or of ours, which tracing itself may fill."""
+    return type(value) in _CONTAINERS and any(
+        vars(file).get(name) is value for key, file in [*sys.modules.items()] if key.startswith(("torch.", "autopar."))
+    )
 
 
 def _defaults(function: FunctionType) -> dict[str, object]:
