@@ -21,10 +21,6 @@ from autopar.capture.trace import Traced
 from autopar.errors import CaptureError
 
 _OF_CALLS = (InputKind.USER_INPUT, InputKind.PARAMETER)
-_OUT = (
-    "run one batch before the model is captured, if forward sets it once; else keep it in a buffer that forward writes, or "
-    "change it outside of forward and give it as a tensor"
-)
 
 
 def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bool]) -> frozenset[str]:
@@ -74,7 +70,8 @@ def _changing(names: list[str], **then: str) -> CaptureError:
         f"forward changes {what}, which the graph would have as it was in the first step",
         attributes=", ".join(names) or "unknown",
         **then,
-        fix=_OUT,
+        fix="run one batch before the model is captured, if forward sets it once; else keep it in a buffer that forward "
+        "writes, or change it outside of forward and give it as a tensor",
     )
 
 

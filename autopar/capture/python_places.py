@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,19 +127,22 @@ def owners(model: nn.Module) -> dict[Any, str]:
 
 def _held(owner: object) -> dict[str, object]:
     """The plain values, containers and simple objects among what a class, a file or a function holds."""
-    return {
+    held = {
         name: value
         for name, value in [*vars(owner).items()]
         if type(value) in _PLAIN or (_package(type(value)) == _package(owner) and not isinstance(value, _NOT_SIMPLE))
-        if not name.startswith("__") and not _of_tracers(name, value)
+        if not name.startswith("__")
     }
+    filled = _filled_by_tracers({name for name, value in held.items() if type(value) in _CONTAINERS}, owner)
+    return {name: value for name, value in held.items() if name not in filled}
 
 
-def _of_tracers(name: str, value: object) -> bool:
-    """Whether a global is a container of torch or of ours, which tracing itself may fill."""
-    return type(value) in _CONTAINERS and any(
-        vars(file).get(name) is value for key, file in [*sys.modules.items()] if key.startswith(("torch.", "autopar."))
-    )
+def _filled_by_tracers(names: set[str], owner: object) -> set[str]:
+    """The containers that a file has from files of torch or of ours, which tracing itself may fill."""
+    if not names or not isinstance(owner, ModuleType):
+        return set()
+    files = [vars(file) for key, file in [*sys.modules.items()] if key.startswith(("torch.", "autopar."))]
+    return {name for held in files for name in names & held.keys() if held[name] is vars(owner)[name]}
 
 
 def _defaults(function: FunctionType) -> dict[str, object]:

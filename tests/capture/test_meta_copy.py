@@ -134,7 +134,6 @@ class Noted(nn.Module):
         return y.sum() + self.aux
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
 def test_what_a_call_left_in_an_attribute_may_be_captured_again() -> None:
     """The copy that is kept for other lengths and for evaluation held it as a trained tensor that is no parameter."""
     model = Noted()

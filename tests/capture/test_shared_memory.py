@@ -97,7 +97,6 @@ def test_what_does_not_change_may_share_memory(make: Make, write: str, read: str
     capture(Holds(make, write=write, read=read), X)
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of torch.export
 def test_the_weight_that_spectral_norm_computes_anew_is_none() -> None:
     """It holds its first value, in the memory of the parameter."""
     capture(nn.utils.spectral_norm(nn.Linear(6, 6)), X)

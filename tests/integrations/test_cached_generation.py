@@ -291,7 +291,6 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")  # which the library sets in its forward
 def test_lengths_that_change_the_positions_of_all_are_refused() -> None:
     """LongRoPE has other frequencies in sequences beyond a length, which a planned call has from its first token on."""
     rope = {
