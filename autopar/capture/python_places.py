@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ MOST_IN_ALL = 2**16  # elements of all containers in one another
 OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _NOT_SIMPLE = (nn.Module, Mapping, type, FunctionType)
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.Tensor, SimpleNamespace, *_CONTAINERS})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, SimpleNamespace, *_CONTAINERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,58 +81,65 @@ def module_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 def outside_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
     """The plain values, containers and simple objects that classes of a model, files that define these, and functions there
-    hold, by dotted name; functions also as defaults."""
+    hold, by dotted name; functions also as defaults, and as what they know of the functions around them."""
     for owner, label in owners(model).items():
         for name, value in _held(owner).items():
             yield f"{label}.{name}", Place(value, partial(setattr, owner, name), outside=True)
-        for name, value in _defaults(owner).items() if isinstance(owner, FunctionType) else ():
-            if type(value) in _CONTAINERS:
-                yield f"{label}.{name}", Place(value, lambda _: None, outside=True)
+        if isinstance(owner, FunctionType):
+            for name, cell in _cells(owner).items():
+                if _plain(cell.cell_contents, owner):
+                    yield f"{label}.{name}", Place(cell.cell_contents, partial(setattr, cell, "cell_contents"), outside=True)
+            for name, value in _defaults(owner).items():
+                if type(value) in _CONTAINERS:
+                    yield f"{label}.{name}", Place(value, lambda _: None, outside=True)
 
 
 @contextlib.contextmanager
 def taken_back(model: nn.Module) -> Iterator[None]:
     """Afterwards the places outside of a model's modules hold what they held before, and containers there do so too."""
-    plain = [(owner, _held(owner)) for owner in owners(model)]
-    contents = [one for _, place in outside_places(model) for one in _contents(place.value)]
+    names = [(owner, _held(owner).keys()) for owner in owners(model)]
+    places = dict(outside_places(model))
+    contents = [one for place in places.values() for one in _contents(place.value)]
     try:
         yield
     finally:
-        for owner, before in plain:
-            for name in _held(owner).keys() - before.keys():
+        for owner, before in names:
+            for name in _held(owner).keys() - before:
                 delattr(owner, name)
-            for name, value in before.items():
-                if vars(owner).get(name, owner) is not value:
-                    setattr(owner, name, value)
+        now = dict(outside_places(model))
+        for name, place in places.items():
+            if name not in now or now[name].value is not place.value:
+                place.put(place.value)
         for put_back in contents:
             put_back()
 
 
 def owners(model: nn.Module) -> dict[Any, str]:
-    """The classes of a model's modules, the files that define them, classes of their packages that these know, and functions of
-    all of them, each with its name."""
+    """The classes of a model's modules, the files that define them, classes of their packages that these know, functions of all
+    of them, and those in attributes of modules, each with its name."""
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__ if not _of_torch(kind))
     files = {file: name for name in map(_file, kinds) if (file := sys.modules.get(name)) is not None}
     own = set(map(_package, files))
     known = [held for file in files for held in vars(file).values() if isinstance(held, type) and _package(held) in own]
     found: dict[Any, str] = {kind: kind.__qualname__ for kind in (*kinds, *known)} | files
-    functions = {
-        held: held.__qualname__
-        for owner in found
-        for held in vars(owner).values()
-        if isinstance(held, FunctionType) and _file(held) == _file(owner)
-    }
-    return found | functions
+    own_functions = [held for owner in found for held in _functions(owner) if _file(held) == _file(owner)]
+    attributes = [held for module in model.modules() for held in _functions(module) if _package(held) != "torch"]
+    functions = dict.fromkeys((*own_functions, *attributes))
+    alike = Counter[str]()
+    for function in functions:
+        alike[function.__qualname__] += 1
+        count = alike[function.__qualname__]
+        found[function] = f"{function.__qualname__}#{count}" if count > 1 else function.__qualname__
+    return found
+
+
+def _functions(owner: object) -> list[FunctionType]:
+    return [held for held in vars(owner).values() if isinstance(held, FunctionType)]
 
 
 def _held(owner: object) -> dict[str, object]:
     """The plain values, containers and simple objects among what a class, a file or a function holds."""
-    held = {
-        name: value
-        for name, value in [*vars(owner).items()]
-        if type(value) in _PLAIN or (_package(type(value)) == _package(owner) and not isinstance(value, _NOT_SIMPLE))
-        if not name.startswith("__")
-    }
+    held = {name: value for name, value in [*vars(owner).items()] if not name.startswith("__") and _plain(value, owner)}
     filled = _filled_by_tracers({name for name, value in held.items() if type(value) in _CONTAINERS}, owner)
     return {name: value for name, value in held.items() if name not in filled}
 
@@ -143,6 +150,18 @@ def _filled_by_tracers(names: set[str], owner: object) -> set[str]:
         return set()
     files = [vars(file) for key, file in [*sys.modules.items()] if key.startswith(("torch.", "autopar."))]
     return {name for held in files for name in names & held.keys() if held[name] is vars(owner)[name]}
+
+
+def _plain(value: object, owner: object) -> bool:
+    """Whether a value is plain, a container, or a simple object of the package of what holds it."""
+    own = _package(type(value)) == _package(owner) and not isinstance(value, _NOT_SIMPLE)
+    return own or type(value) in _PLAIN or isinstance(value, torch.Tensor)
+
+
+def _cells(function: FunctionType) -> dict[str, CellType]:
+    """What a function knows of the functions around it, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if cell != CellType()}
 
 
 def _defaults(function: FunctionType) -> dict[str, object]:
@@ -183,7 +202,7 @@ def _of_torch(kind: type) -> bool:
 
 def _file(owner: Any) -> str:
     """The name of the file that defines a class or a function; that of a file itself."""
-    return owner.__module__ if isinstance(owner, type | FunctionType) else owner.__name__
+    return str(owner.__module__ if isinstance(owner, type | FunctionType) else owner.__name__)
 
 
 def _package(owner: Any) -> str:

@@ -6,6 +6,7 @@ containers and simple objects of them.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import itertools
 import random
@@ -36,6 +37,7 @@ from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 SETTINGS = (*_SCALARS, Enum, np.generic, FunctionType, BuiltinFunctionType)
+MOST_NUMBERS = 64  # in a list, a tuple or a dict that is a setting
 _SWITCHES = frozenset({"_disable_adapters"})  # private, but set from outside: by peft's `disable_adapter()`
 _SEEDED = "torch.manual_seed"
 Kept = Mapping[str, object]  # frozen, by dotted name
@@ -214,7 +216,7 @@ class Settings:
                 held = vars(module) if module is not None else {}
                 for name, value in known.items():
                     now = held.get(name, value)
-                    if now is not value and isinstance(now, SETTINGS) and now != value:
+                    if now is not value and _set(now, value):
                         raise InputError(
                             f"{path}.{name}".strip(".") + " was set after the model was captured, which has no effect",
                             captured=repr(value),
@@ -239,8 +241,26 @@ def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[st
     for name, held in vars(module).items():
         public = not name.startswith("_") or name in _SWITCHES or _behind_property(module, name)
         own = name not in {*OF_TORCH, "forward"} and f"{path}.{name}".strip(".") not in kept
-        if isinstance(held, SETTINGS) and public and own:
+        if public and own and isinstance(held, SETTINGS):
             yield name, held
+        elif public and own and _of_numbers(held):
+            yield name, copy.copy(held)
+
+
+def _of_numbers(held: object) -> bool:
+    """Whether a value is a list, a tuple or a dict of numbers, such as the weights of several losses."""
+    parts = held.values() if isinstance(held, dict) else held
+    few = isinstance(held, list | tuple | dict) and len(held) <= MOST_NUMBERS
+    return few and all(type(part) in (bool, int, float) for part in parts)  # type: ignore[attr-defined]
+
+
+def _set(now: object, captured: object) -> bool:
+    """Whether a setting is another one; of several numbers, those that there were count."""
+    if isinstance(captured, dict):
+        return isinstance(now, dict) and {name: now.get(name) for name in captured} != captured
+    if isinstance(captured, list | tuple):
+        return isinstance(now, list | tuple) and [*now[: len(captured)]] != [*captured]
+    return isinstance(now, SETTINGS) and now != captured
 
 
 def _behind_property(module: nn.Module, name: str) -> bool:

@@ -170,6 +170,7 @@ class Guards(TorchFunctionMode):
         asker = sys._getframe(1)
         frame = source_location.caller(func, asker)
         args, kwargs = standing_in(self.stand_ins, args, kwargs or {})
+        read = (*args, *kwargs.values())
         args, kwargs = self.of_the_cpu.moved(args, kwargs, elsewhere=source_location.by_forward(func, asker))
         _refuse_sparse(args, asker)
 
@@ -177,7 +178,7 @@ class Guards(TorchFunctionMode):
             return self.call(function, types, of, given, asker)
 
         result = self.repairs.result(lambda: self.rows.result(func, args, kwargs, call, asker), frame)
-        self.carried.notice(func, (*args, *kwargs.values()), result)
+        self.carried.notice(func, read, result)
         return result
 
     def call(
@@ -294,9 +295,8 @@ def _refuse_sparse(args: tuple[object, ...], frame: FrameType) -> None:
 
 def _asks(func: object, args: tuple[object, ...]) -> bool:
     """Whether a call asks a tensor for a truth value."""
-    if func is torch.Tensor.item:
-        return isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
-    return func is torch.Tensor.__bool__
+    item = func is torch.Tensor.item and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
+    return item or func is torch.Tensor.__bool__
 
 
 def _of_checkpoint(frame: FrameType | None) -> bool:

@@ -103,8 +103,8 @@ def moving() -> Body:
     [
         (averaged, "forward writes a tensor that it has from elsewhere"),
         (set_in_part, "forward writes a tensor that it has from elsewhere"),
-        (rebound, "forward changes what it has from elsewhere"),
-        (moving(), "forward changes what it has from elsewhere"),
+        (rebound, r"forward reads tests\.capture\.test_constants\.STATE and sets it"),
+        (moving(), r"forward reads moving\.<locals>\.moved\.mean and sets it"),
         (lambda self, x: x * MANY[:6], "a tensor that the graph cannot contain"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -80,10 +81,10 @@ def test_planning_leaves_torch_as_it_was(body: Callable[[torch.Tensor], torch.Te
 
 
 def test_only_how_an_autocast_is_made_and_inference_entered_is_changed_in_a_class_while_a_model_is_traced() -> None:
-    seen: list[list[dict[str, int]]] = []
+    seen: SimpleQueue[list[dict[str, int]]] = SimpleQueue()  # a list would be taken back
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(contents())
+        seen.put(contents())
         return x
 
     before = contents()
@@ -91,7 +92,7 @@ def test_only_how_an_autocast_is_made_and_inference_entered_is_changed_in_a_clas
     unseen = ("from_numpy", "get_autocast_dtype", "is_autocast_enabled", "is_grad_enabled")  # by function modes
     others = {"autocast.__init__", "inference_mode.__enter__", "inference_mode.__exit__", "torch.fx.proxy.CapturedTraceback"}
     others |= {f"numpy.random.{name}" for name in ("rand", "random", "random_sample", "uniform")}
-    assert replaced(before, seen[0]) == {f"torch.{name}" for name in unseen} | others
+    assert replaced(before, seen.get()) == {f"torch.{name}" for name in unseen} | others
 
 
 def test_another_thread_does_not_notice_that_a_model_is_traced() -> None:

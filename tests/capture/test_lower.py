@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -284,17 +285,17 @@ def test_autocast_becomes_casts() -> None:
 
 def test_dtypes_under_autocast_are_what_python_sees() -> None:
     """Before, a product was float32 for who asked: on the meta device autocast does nothing."""
-    seen: list[list[torch.dtype]] = []
+    seen: SimpleQueue[list[torch.dtype]] = SimpleQueue()  # a list would be taken back
 
     def asking(y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             product = nn.functional.linear(y, y)
             total = product.softmax(-1)
-        seen.append([product.dtype, total.dtype])
+        seen.put([product.dtype, total.dtype])
         return y.to(product.dtype).sum() + total.sum()
 
     program = capture(Does(asking), X).program
-    assert seen == [[torch.bfloat16, torch.float32]]  # as on GPUs
+    assert seen.get() == [torch.bfloat16, torch.float32]  # as on GPUs
     assert program.producer[":linear#0"].results[0].dtype is torch.bfloat16
 
 

@@ -103,6 +103,16 @@ def in_a_list_of_the_class(self: Keeps, x: torch.Tensor) -> torch.Tensor:
     return x + torch.stack(Keeps.bank).mean(0)
 
 
+def enclosed() -> Body:
+    kept: list[torch.Tensor] = []
+
+    def among(self: Keeps, x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.detach().mean(0))
+        return x + kept[0]
+
+    return among
+
+
 def counted_in_the_file(self: Keeps, x: torch.Tensor) -> torch.Tensor:
     STATE["calls"] += 1
     return x * STATE["calls"]
@@ -188,6 +198,7 @@ class Window(nn.Module):
         (of_an_iterator, "steps"),
         (in_a_default, "in_a_default._seen[0]"),
         (counted_in_a_default, "counted_in_a_default._seen"),
+        (enclosed(), "enclosed.<locals>.among.kept[0]"),
         (in_a_list_of_the_file, f"{__name__}.BANK[0]"),
         (in_a_list_of_the_class, "Keeps.bank[0]"),
         (counted_in_the_file, f"{__name__}.STATE"),

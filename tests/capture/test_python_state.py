@@ -371,6 +371,41 @@ def test_what_is_behind_a_property_and_functions_are_settings_too(name: str, val
         parallel(X)
 
 
+class Weighted(nn.Module):
+    """With the weights of several losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.weights, self.named, self.pair = [1.0, 0.5], {"mean": 1.0, "power": 0.5}, (1, 2)
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        mean, power = y.mean(), y.square().mean()
+        return self.weights[0] * mean + self.named["power"] * power * self.pair[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.weights.__setitem__(0, 0.1),
+        lambda model: model.named.update(power=0.1),
+        lambda model: setattr(model, "pair", (1, 3)),
+        lambda model: setattr(model, "weights", [0.1]),
+    ],
+)
+def test_numbers_in_lists_and_dicts_that_are_set_after_capture_are_refused(change: Callable[[Any], None]) -> None:
+    model = Weighted()
+    parallel = autopar.parallelize(model, X, mesh=1)
+    model.seen.append(parallel(X).item())
+    model.named["others"] = 1.0
+    parallel(X)
+    change(model)
+    with pytest.raises(InputError, match=r"(weights|named|pair) was set after the model was captured"):
+        parallel(X)
+
+
 def test_an_attribute_that_is_set_after_capture_is_refused_at_the_next_call() -> None:
     model = Warm()
     parallel = autopar.parallelize(model, X, mesh=1)
