@@ -37,7 +37,7 @@ def best_prices(problem: Problem, known: Weighed, memory: LazyRows, settings: Se
         problem: the whole.
         known: the best weights of its regions without rows.
         memory: the rows that are broken; those of moments that the small program breaks join them.
-        settings: `price_rounds`, `first_price`.
+        settings: `price_rounds`, `price_share`, `first_price`.
     """
     weights, bound, last, steep = known.weights, known.bound, np.inf, settings.first_price
     picks, arcs = [one.copy() for one in known.picks], [one.copy() for one in known.arcs]
@@ -50,7 +50,8 @@ def best_prices(problem: Problem, known: Weighed, memory: LazyRows, settings: Se
         else:
             if relaxed.bound >= (1 - settings.weights_gap) * last:
                 break
-            last, prices, weights = relaxed.bound, search.relaxation.row_prices(), search.relaxation.link_duals()
+            last, weights = relaxed.bound, search.relaxation.link_duals()
+            prices = {name: settings.price_share * dual for name, dual in search.relaxation.row_prices().items()}
         priced = charged(weighed(problem, weights), tuple(memory.rows.values()), prices)
         found = core(priced.problem, settings)
         if found is None or found.relaxed.result is None:
