@@ -23,7 +23,6 @@ joined_selections  rows that a mask selects, joined with others and scattered
 cpu_tensors  tensors that forward makes on the CPU, by numbers or by operators
 repairs      what is assigned under a condition on values, as `where`
 lower        the exported graph as a Program
-call_order   independent calls of one module in the order in which they are needed
 emission     an operator of the graph, as the region has it in which it stands
 selection    what a mask selects: rows whose number is not known, and what operators do with them
 """
@@ -37,7 +36,6 @@ import torch
 from torch import nn
 
 from autopar.capture.assumptions import NOTHING, Assumptions
-from autopar.capture.call_order import in_order_of_use
 from autopar.capture.decided import Decided
 from autopar.capture.empty_selections import Answered, Nothing, by_turns, none
 from autopar.capture.equal_programs import same
@@ -122,7 +120,7 @@ def _captured(
 ) -> tuple[Program, Traced, frozenset[str]]:
     """The program of a call, its trace, and the attributes that it keeps."""
     traced = trace(copied.module, call, assumptions, values)
-    program = in_order_of_use(lower(traced, copied, call))
+    program = lower(traced, copied, call)
     copied.shared.refuse_changed(program, traced.left.constants)
     answered = traced.left.answered
     if answered.asked:
@@ -136,7 +134,7 @@ def _captured(
         raise CaptureError(f"{OUTPUT}{clash[0]} is a value of the model, and the name of its result", fix="rename one of them")
 
     def same(following: Traced) -> bool:
-        return in_order_of_use(lower(following, copied, call)).hash == program.hash
+        return lower(following, copied, call).hash == program.hash
 
     return program, traced, kept(traced, lambda: trace(copied.module, call, assumptions, values), same)
 

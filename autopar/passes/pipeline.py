@@ -11,14 +11,17 @@ from autopar.passes.causal_masks import causal
 from autopar.passes.dead_code_elimination import dead
 from autopar.passes.in_place import in_place
 from autopar.passes.mean_losses import means
+from autopar.passes.order_of_use import in_order_of_use
 from autopar.passes.simplify import simplify
 
-PASSES: tuple[Callable[[Program], Program], ...] = (simplify, causal, gathered, expanded, means, dead, in_place)
+PASSES: tuple[Callable[[Program], Program], ...] = (
+    simplify, causal, gathered, expanded, means, dead, in_order_of_use, in_place,
+)  # fmt: skip
 
 
 def normalise(program: Program) -> Program:
     """The program in normal form: canonical ops, known causal masks, gathers within samples, plain attention, means as
-    quotients, no dead code, and caches that are written in place.
+    quotients, no dead code, what sets of words order in order of use, and caches that are written in place.
     """
     for rewrite in PASSES:
         program = rewrite(program)

@@ -14,6 +14,8 @@ from torch import nn
 
 import autopar
 from autopar.capture import capture
+from autopar.ir.program import Program
+from autopar.passes import normalise
 from tests.capture import interpreter
 
 X = torch.linspace(-1.0, 1.0, 32).view(4, 8)
@@ -51,15 +53,54 @@ class Layers(nn.Module):
         return x
 
 
+def program_of(model: nn.Module) -> Program:
+    return normalise(capture(model, X).program)
+
+
 def test_tables_have_one_order_whatever_that_of_the_words() -> None:
     orders = list(itertools.permutations(Layers.kinds))
-    programs = [capture(Layers(words), X).program for words in orders]
+    programs = [program_of(Layers(words)) for words in orders]
     assert len({program.structure for program in programs}) == 1
     first = programs[0].op["rotary:mul#0"]
     assert "rotary.sliding_frequencies" in first.operands, "the first layer takes it"
     for words in orders:
         interpreter.check(Layers(words), X)
     assert autopar.verify(Layers(orders[-1]), X, mesh=2).ok
+
+
+class Masked(nn.Module):
+    """Attention of three kinds, of which forward makes the masks by functions of their own, with something unused beside."""
+
+    kinds = ("sliding", "full", "chunked")
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = words
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in self.kinds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[0], device=x.device)
+        make = {
+            "full": lambda: place[:, None] >= place,
+            "sliding": lambda: (place[:, None] >= place) & (place[:, None] - 2 < place),
+            "chunked": lambda: place[:, None] // 2 == place // 2,
+        }
+        masks = {}
+        for kind in self.words:
+            masks[kind] = make[kind]()
+            _ = x * 2 if kind == "full" else x
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
+            x = x + (layer(x) @ x.T).masked_fill(~masks[kind], 0.0) @ x
+        return x
+
+
+def test_masks_have_one_order_whatever_that_of_the_words() -> None:
+    orders = list(itertools.permutations(Masked.kinds))
+    programs = [program_of(Masked(words)) for words in orders]
+    assert len({program.hash for program in programs}) == 1
+    for words in orders:
+        interpreter.check(Masked(words), X)
 
 
 class Twice(nn.Module):
@@ -77,7 +118,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("drops", [False, True])
 def test_calls_that_need_each_other_stay_where_they_are(drops: bool) -> None:
     model = Twice(drops=drops)
-    program = capture(model, X).program
+    program = program_of(model)
     assert [op.name for op in program.ops if op.name.startswith("part.0")] == [f"part.0:linear#{n}" for n in range(3)]
     if not drops:
         interpreter.check(model, X)
@@ -88,13 +129,15 @@ import warnings
 warnings.simplefilter("ignore")
 import torch, transformers
 from autopar.capture import capture
+from autopar.passes import normalise
 config = transformers.Gemma3TextConfig(
     num_hidden_layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64,
     vocab_size=128, sliding_window=8, layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
 )
 tokens = torch.randint(128, (4, 32))
 print(*set(config.layer_types))
-print(capture(transformers.Gemma3ForCausalLM(config), {"input_ids": tokens, "labels": tokens}).program.hash)
+captured = capture(transformers.Gemma3ForCausalLM(config), {"input_ids": tokens, "labels": tokens})
+print(normalise(captured.program).hash)
 """
 
 
