@@ -25,7 +25,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Program
 from autopar.runtime.async_collectives import wait_for_abandoned
 from autopar.runtime.computed_gradients import hooks_once
-from autopar.runtime.gradient_norm import norm_of
+from autopar.runtime.gradient_norm import norm_of, number_of
 from autopar.runtime.input_parts import BatchSampler
 from autopar.runtime.storage import full_tensor, given_like, to_local, with_dtype, with_own_storage
 from autopar.runtime.streamed_load import fill
@@ -169,7 +169,7 @@ class ParallelModule(ProgramModule):
             seed: of that order.
 
         Raises:
-            InputError: the data set has fewer samples than a batch.
+            InputError: the data set has fewer samples than a batch, or no length.
         """
         return BatchSampler(self.autopar.inputs, dataset, shuffle=shuffle, seed=seed)
 
@@ -221,14 +221,15 @@ class ParallelModule(ProgramModule):
         those that this rank stores, if there are any.
 
         Raises:
-            InputError: other ranks make another call, which would wait for this one, and this one for them; or a parameter is
-                not the module's.
+            InputError: other ranks make another call, which would wait for this one, and this one for them; a parameter is
+                not the module's; or a norm is no number, or negative.
             RuntimeError: the norm is not finite, if asked to.
         """
+        max_norm, norm_type = number_of("max_norm", max_norm, least=0.0), number_of("norm_type", norm_type)
         self.autopar.agreement.same("clip_grad_norm_")
         clipped = dict(self.named_parameters())
         if parameters is not None:
-            chosen = set(parameters)
+            chosen = {parameters} if isinstance(parameters, torch.Tensor) else set(parameters)
             if not chosen.issubset(clipped.values()):
                 raise InputError("a parameter whose gradient is to be clipped is not the module's", fix="those of parameters()")
             clipped = {name: parameter for name, parameter in clipped.items() if parameter in chosen}

@@ -155,7 +155,9 @@ def built(target: str) -> tuple[nn.Module, object]:
         with torch.device("meta"):
             made = function()
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{target} failed: {_said(error)}", at=_place(error)) from error
+        at = _place(error)
+        fix = "a function that is called without arguments" if at is None else None
+        raise UsageError(f"{target} failed: {_said(error)}", at=at, fix=fix) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
         raise UsageError(
@@ -168,7 +170,7 @@ def built(target: str) -> tuple[nn.Module, object]:
 
 def _function(target: str) -> Callable[[], object]:
     place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
+    if not colon or not place or not name or (place.startswith(".") and not place.endswith(".py")):
         raise UsageError(f"{target!r} does not name a function", fix=HOW)
     module = _file(Path(place), target) if place.endswith(".py") else _module(place, target)
     found = getattr(module, name, None)
@@ -217,7 +219,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _place(error: BaseException) -> str:
-    """The last line of a failure."""
+def _place(error: BaseException) -> str | None:
+    """The last line of a failure, unless it is a call in this file, which never got into the user's function."""
     *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{last.filename}:{last.lineno} in {last.name}"
+    return None if last.filename == __file__ else f"{last.filename}:{last.lineno} in {last.name}"

@@ -45,6 +45,7 @@ from autopar.explain.cli_options import (
     refuse,
     several_meshes,
 )
+from autopar.explain.cli_values import check_names_axes
 from autopar.explain.difference import difference
 from autopar.explain.exit_code import exit_code
 from autopar.explain.explanation import Explanation, explained, explained_before
@@ -261,6 +262,7 @@ def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explan
         model, sample = built(options.target)
         return explained_before(plan, model, sample, options.device, phases(tell))
     mesh, asked = mesh_of(options), planning_options(options)
+    check_names_axes(asked, mesh)
     model, sample = built(options.target)
     tell("capturing the model")
     return explained(model, sample, mesh, asked, phases(tell))

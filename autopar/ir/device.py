@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.errors import MeshError
+from autopar.ir.field_types import check_fields
 from autopar.ir.kernel_rates import AttentionRate, ProductRate, positive
 
 Seconds = float
@@ -42,6 +44,13 @@ class Link:
     lines: Mapping[str, tuple[Seconds, Seconds]] = field(default_factory=dict)
     bus: Bus | None = None  # what NCCL reaches over it, from which `autopar.cost_models.links.connect` makes such lines
 
+    def __post_init__(self) -> None:
+        whose = f"link {self.name}'s"
+        check_fields(whose, self)
+        positive(whose, {"bandwidth": self.bandwidth})
+        positive(whose, {"latency": self.latency}, zero=True)
+        positive(whose, {f"time of {kind}": part for kind, line in self.lines.items() for part in line}, zero=True)
+
     def send(self, size: float) -> Seconds:
         """Seconds in which a rank's message of so many bytes is with another."""
         return self.latency + size / self.bandwidth
@@ -72,6 +81,7 @@ class Disk:
     source: str
 
     def __post_init__(self) -> None:
+        check_fields("a disk's", self)
         positive("a disk's", {"memory": self.memory, "latency": self.latency}, zero=True)
         positive("a disk's", {"rate of reading": self.read, "rate of writing": self.write})
 
@@ -122,8 +132,13 @@ class Device:
 
     def __post_init__(self) -> None:
         whose = f"device {self.name}'s"
+        check_fields(whose, self)
         positive(whose, {"memory": self.memory, "bandwidth": self.bandwidth, "devices per node": self.per_node})
         positive(whose, {f"{dtype} rate": rate for dtype, rate in self.flops.items()})
+        if "float32" not in self.flops:
+            raise MeshError(
+                f"{whose} flops have no rate of float32", fix='flops={"float32": ...}: dtypes without a rate have it'
+            )
         positive(whose, {"power": self.power})
         if self.addresses != math.inf:
             positive(whose, {"rate of addresses": self.addresses})

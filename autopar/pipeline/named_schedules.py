@@ -17,6 +17,7 @@ rank); Qi et al., Zero Bubble, ICLR 2024 (H1; H2, which is H1 with p - 1 forward
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -53,12 +54,29 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 DEFERRED = {"zb-h1", "zb-v"}  # backwards come in halves
 AHEAD = ("1f1b", "zb-h1")  # with forwards ahead, if these are asked for
+NAMES = ("interleaved", *CHUNKS)
+
+
+def parts(name: str) -> tuple[str, int]:
+    """The schedule and the forwards ahead of a name such as "1f1b+2". Raises ConstraintError for a name that is none.
+
+    >>> parts("zb-h1+2"), parts("gpipe")
+    (('zb-h1', 2), ('gpipe', 0))
+    """
+    base, plus, ahead = name.partition("+")
+    if base not in NAMES or (plus and not (base in AHEAD and re.fullmatch("[0-9]{1,6}", ahead))):
+        raise _unknown(name)
+    return base, int(ahead or 0)
+
+
+def _unknown(name: str) -> ConstraintError:
+    return ConstraintError(f"{name!r} is not a pipeline schedule", fix=", ".join(NAMES))
 
 
 def _refuse(name: str, ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
     what = f"no pipeline schedule {name} of {ranks} ranks, {microbatches} micro-batches and {chunks} stages a rank"
-    if name not in (*CHUNKS, "interleaved"):
-        raise ConstraintError(f"{name!r} is not a pipeline schedule", fix=", ".join(("interleaved", *CHUNKS)))
+    if name not in NAMES:
+        raise _unknown(name)
     if ranks < 1 or microbatches < 1 or ahead < 0:
         raise ConstraintError(what, fix="at least one of each")
     if name != "interleaved" and chunks != CHUNKS[name]:
@@ -159,4 +177,4 @@ def _zero_bubble_v(r: int, p: int, m: int) -> Actions:
     return [action for action in actions if action.microbatch < m]
 
 
-__all__ = ["AHEAD", "CHUNKS", "DEFERRED", "named"]
+__all__ = ["AHEAD", "CHUNKS", "DEFERRED", "named", "parts"]

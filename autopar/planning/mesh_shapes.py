@@ -44,7 +44,7 @@ def connected_shapes(mesh: AutoMesh, options: Options, ops: int) -> tuple[Mesh, 
 
     Raises MeshError where the device has no links for any of them, or an axis is named; ConstraintError for constraints.
     """
-    _check(options)
+    check_axes(options)
     device = replace(catalog.device(options.device, processes=mesh.devices), compiled=options.compiled)
     found: list[Mesh] = []
     refused: list[MeshError] = []
@@ -63,8 +63,8 @@ def _connected(sizes: tuple[int, ...], device: Device, options: Options) -> Mesh
     return with_memories(connect(mesh, device if options.offload else replace(device, host=None)), options)
 
 
-def _check(options: Options) -> None:
-    """Raise for options that name axes, which are what is searched."""
+def check_axes(options: Options) -> None:
+    """Raise MeshError or ConstraintError for options that name axes, which are what is searched."""
     if options.pipeline not in (None, AUTO):
         what = f"mesh={AUTO!r} has no axis {options.pipeline!r} for the pipeline"
         raise MeshError(what, fix=f"pipeline={AUTO!r}, or a mesh with that axis")
@@ -74,4 +74,4 @@ def _check(options: Options) -> None:
         raise ConstraintError(what, layout=line, fix="a mesh, as plan.mesh of a plan without constraints, or no constraints")
 
 
-__all__ = ["LARGE", "connected_shapes", "shapes"]
+__all__ = ["LARGE", "check_axes", "connected_shapes", "shapes"]

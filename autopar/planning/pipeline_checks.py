@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from autopar.errors import ConstraintError
 from autopar.ir.program import Program
-from autopar.pipeline.named_schedules import CHUNKS
+from autopar.pipeline.named_schedules import CHUNKS, parts
 from autopar.plan.options import AUTO, Options
 from autopar.plan.stages import loss_of
 from autopar.planning.plan_search import check_number
+from autopar.planning.schedule_file import is_file
 
 
 def check_options(options: Options) -> None:
@@ -18,6 +19,8 @@ def check_options(options: Options) -> None:
     if not isinstance(options.schedule, str):
         what = f"schedule={options.schedule!r} is neither the name of a pipeline schedule nor a file"
         raise ConstraintError(what, fix=f"{AUTO!r}, {', '.join(map(repr, (*CHUNKS, 'interleaved')))}, or a file.csv")
+    if options.schedule != AUTO and not is_file(options.schedule):
+        parts(options.schedule)
     if options.microbatches != AUTO:
         check_number(options.microbatches)
     if options.pipeline != AUTO:

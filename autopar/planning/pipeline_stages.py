@@ -11,7 +11,6 @@ schedule="table.csv"      what a file says, with its number of stages and of mic
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from autopar.ir.device import Device, Link, Seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.training_step import TrainingStep
 from autopar.pipeline.clock import StageSeconds, clock_of
-from autopar.pipeline.named_schedules import AHEAD, CHUNKS, named
+from autopar.pipeline.named_schedules import CHUNKS, named, parts
 from autopar.pipeline.schedule import PipelineSchedule
 from autopar.pipeline.weight_gradients import waits_filled
 from autopar.plan.options import AUTO, Options
@@ -153,10 +152,8 @@ def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[s
     """The schedule of this name, by default 1f1b, or interleaved where a rank has several chunks."""
     usual = "1f1b" if chunks == 1 else "interleaved"
     name = usual if asked == AUTO else asked
-    base, plus, ahead = name.partition("+")
-    known = not plus or (base in AHEAD and re.fullmatch("[0-9]{1,6}", ahead) is not None)
-    made = named(base if known else name, ranks, microbatches, chunks=chunks, ahead=int(ahead) if plus and known else 0)
-    return name, made
+    base, ahead = parts(name)
+    return name, named(base, ranks, microbatches, chunks=chunks, ahead=ahead)
 
 
 def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSchedule:

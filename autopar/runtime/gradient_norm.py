@@ -16,6 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.errors import InputError
+
+
+def number_of(name: str, given: object, *, least: float = -math.inf) -> float:
+    """A number that was given for clipping. Raises InputError for what is none, and for one below the least."""
+    try:
+        found = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
+        found = math.nan
+    if not found >= least:
+        raise InputError(f"{name}={given!r} is no norm to clip by", fix="a number, of max_norm one that is not negative")
+    return found
+
 
 @torch.no_grad()
 def norm_of(parameters: Iterable[nn.Parameter], norm_type: float) -> torch.Tensor:
@@ -53,4 +66,4 @@ def _joined(own: torch.Tensor, mesh: DeviceMesh, norm_type: float) -> torch.Tens
     return found if largest else found ** (1 / norm_type)
 
 
-__all__ = ["norm_of"]
+__all__ = ["norm_of", "number_of"]

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -223,8 +224,11 @@ class BatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, parts: InputParts, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> None:
+        if not isinstance(dataset, Sized):
+            fix = "a data set with __len__ and __getitem__; of one that is only iterated, parallel.shard(batch)"
+            raise InputError(f"the data set has no length: it is a {type(dataset).__name__}", fix=fix)
         self.size, self.batch, self.own = len(dataset), parts.batch, parts.indices().tolist()
-        self.shuffle, self.seed, self.epoch, self.first = shuffle, seed, 0, 0
+        self.shuffle, self.seed, self.epoch, self.first = shuffle, _integer("seed", seed), 0, 0
         if self.size < self.batch:
             raise InputError(
                 f"the data set has {self.size} samples, fewer than the batch of {self.batch}", fix="plan with a smaller batch"
@@ -232,13 +236,14 @@ class BatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch from now on."""
-        self.epoch = epoch
+        self.epoch = _integer("epoch", epoch)
 
     def start(self, epoch: int, step: int) -> None:
         """Go on in this epoch, after so many of its batches; the epochs that follow are whole."""
-        if not 0 <= step <= len(self):
+        if not 0 <= _integer("step", step) <= len(self):
             raise InputError(f"an epoch has {len(self)} batches, and cannot go on after {step}", fix="step % len(sampler)")
-        self.epoch, self.first = epoch, step
+        self.set_epoch(epoch)
+        self.first = step
 
     def __len__(self) -> int:
         return self.size // self.batch
@@ -255,6 +260,12 @@ class BatchSampler(Sampler[list[int]]):
         skipped, self.first = self.first, 0
         for first in range(skipped * self.batch, len(self) * self.batch, self.batch):
             yield [order[first + place] for place in self.own]
+
+
+def _integer(name: str, given: object) -> int:
+    if not isinstance(given, Integral):
+        raise InputError(f"{name}={given!r} is not an integer")
+    return int(given)
 
 
 __all__ = ["BatchSampler", "InputParts"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +14,7 @@ from autopar.cost_models.board_power import BOARD_POWER
 from autopar.cost_models.catalog import DEVICES, DTYPES, GIB, LAUNCH_SOURCE, cpu, device, recognise
 from autopar.cost_models.links import LINKS
 from autopar.errors import MeshError
-from autopar.ir.device import Device
+from autopar.ir.device import Device, Link
 
 NAMES = (
     *("v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "l4", "l40s", "t4"),
@@ -79,6 +83,42 @@ def test_a_driver_s_name_and_memory_find_the_entry(name: str, expected: tuple[fl
 def test_a_board_that_is_not_in_the_catalog_is_refused_by_name(name: str) -> None:
     with pytest.raises(MeshError, match=f"this machine's device '{name}' is not in the catalog"):
         recognise(name, 24 * GIB)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"flops": {}}, "device h100's flops have no rate of float32"),
+    ({"flops": {"bfloat16": 1e15}}, "device h100's flops have no rate of float32"),
+    ({"flops": 1e15}, "device h100's flops is 1000000000000000.0, not a mapping from a text to a number"),
+    ({"memory": "80GB"}, "device h100's memory is '80GB', not a number"),
+    ({"per_node": True}, "device h100's per_node is True, not a number"),
+    ({"name": 3}, "device 3's name is 3, not a text"),
+    ({"host": 3}, "device h100's host is 3, not an autopar Link or None"),
+    ({"achieved": {"stream": (1.0,)}}, "device h100's achieved is {'stream': (1.0,)}, not a mapping from a text to a tuple of"),
+    ({"compiled": "yes"}, "device h100's compiled is 'yes', not True or False"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), WRONG)
+def test_a_device_of_other_types_than_its_fields_have_is_refused_where_it_is_made(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(MeshError, match=f"^{re.escape(said)}"):
+        replace(DEVICES["h100"], **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"latency": -1.0}, "link wire's latency is -1.0, not a nonnegative finite number"),
+        ({"bandwidth": 0}, "link wire's bandwidth is 0, not a positive finite number"),
+        ({"bandwidth": math.nan}, "link wire's bandwidth is nan, not a positive finite number"),
+        ({"lines": {"all_gather": (1e-6, -1e-9)}}, "link wire's time of all_gather is -1e-09, not a nonnegative finite number"),
+        ({"lines": {"all_gather": 1e-6}}, "link wire's lines is {'all_gather': 1e-06}, not a mapping"),
+        ({"bus": "nvlink4"}, "link wire's bus is 'nvlink4', not an autopar Bus or None"),
+    ],
+)
+def test_a_link_that_there_is_not_is_refused(fields: dict[str, Any], said: str) -> None:
+    """Of a negative latency a search had no end."""
+    with pytest.raises(MeshError, match=f"^{re.escape(said)}"):
+        Link(**({"name": "wire", "latency": 1e-6, "bandwidth": 1e9, "source": "made up"} | fields))
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one_and_all_names() -> None:

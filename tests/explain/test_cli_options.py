@@ -67,6 +67,12 @@ def test_options_that_say_nothing_together_are_refused(line: str, said: str, cap
         ("--mode serve", "mode='serve' is not known"),
         ("--time-limit -1", "time_limit=-1.0 is not a number of seconds"),
         ("--optimizer foo", "no optimizer is called 'foo'"),
+        ("--pipeline axis0 --schedule foo", "'foo' is not a pipeline schedule"),
+        ("--pipeline axis0 --schedule gpipe+2", "'gpipe+2' is not a pipeline schedule"),
+        ("--pipeline axis0 --schedule nowhere.csv", "cannot read the pipeline schedule nowhere.csv"),
+        ("--pipeline axis0 --stages 0", "stages=0 is not a number of stages"),
+        ("--pipeline nope", "the mesh has no axis 'nope' for the pipeline"),
+        ("--pipeline axis0 --mesh auto --devices 4", "mesh='auto' has no axis 'axis0' for the pipeline"),
     ],
 )
 def test_a_value_that_an_option_does_not_have_is_an_error_of_the_command_line(
@@ -74,6 +80,25 @@ def test_a_value_that_an_option_does_not_have_is_an_error_of_the_command_line(
 ) -> None:
     """Before any model is built; by 1, the code of a cost above its baseline, a check in CI told it as that."""
     assert main(f"nowhere.py:build --mesh 2 {option}".split()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (".:build", "'.:build' does not name a function"),
+        ("..models:build", "'..models:build' does not name a function"),
+        (
+            "os.path:join",
+            "os.path:join failed: TypeError: join() missing 1 required positional argument: 'a' fix a function",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_called_is_refused_by_what_is_wrong_with_it(
+    target: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, with a TypeError of importlib, and with the line of autopar that called it."""
+    assert main([target, "--mesh", "2"]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -432,6 +432,40 @@ def test_sizes_of_a_mesh_may_be_numpys() -> None:
     assert plan(np.int64(2)).sizes == plan((np.int32(2),)).sizes == plan({"dp": np.int64(2)}).sizes == (2,)
 
 
+@pytest.mark.parametrize(
+    "norms, said",
+    [
+        (("x",), "max_norm='x' is no norm to clip by"),
+        ((None,), "max_norm=None is no norm to clip by"),
+        ((float("nan"),), "max_norm=nan is no norm to clip by"),
+        ((-1.0,), "max_norm=-1.0 is no norm to clip by"),
+        ((1.0, "x"), "norm_type='x' is no norm to clip by"),
+    ],
+)
+def test_gradients_are_clipped_by_a_number_and_stay_as_they_are_without_one(norms: tuple[Any, ...], said: str) -> None:
+    """A norm that was not a number made them all NaN, and a negative one turned them round."""
+    parallel = single()
+    parallel(X).sum().backward()
+    before = [parameter.grad.clone() for parameter in parallel.parameters()]
+    check(lambda: parallel.clip_grad_norm_(*norms), InputError, said, "a number")
+    assert all(torch.equal(one, parameter.grad) for one, parameter in zip(before, parallel.parameters(), strict=True))
+    parallel.clip_grad_norm_(torch.tensor(1.0), "inf", parameters=parallel.get_parameter("0.weight"))
+    assert float(parallel.get_parameter("0.weight").grad.abs().max()) == pytest.approx(1.0)
+
+
+def test_a_sampler_takes_a_data_set_with_a_length_and_integers() -> None:
+    parallel = single()
+    for given, kind in ((3, "int"), (iter(range(64)), "range_iterator"), (None, "NoneType")):
+        said = f"the data set has no length: it is a {kind}"
+        check(lambda given=given: parallel.sampler(given), InputError, said, "parallel.shard(batch)")  # type: ignore[misc]
+    check(lambda: parallel.sampler(range(64), seed="x"), InputError, "seed='x' is not an integer", "")
+    sampler = parallel.sampler(range(64), shuffle=True)
+    check(lambda: sampler.set_epoch(1.5), InputError, "epoch=1.5 is not an integer", "")
+    check(lambda: sampler.start(0, "x"), InputError, "step='x' is not an integer", "")
+    sampler.set_epoch(np.int64(1))
+    assert len([*sampler]) == 2
+
+
 SUBMODULE = "a submodule of a parallel module cannot be called: only the whole was planned"
 
 

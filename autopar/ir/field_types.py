@@ -1,0 +1,55 @@
+"""Types of fields that users give: what is of another type is refused where it is given, and not where it is first read."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from autopar.errors import MeshError
+
+NAMES = {float: "a number", int: "a number", str: "a text", bool: "True or False", types.NoneType: "None"}
+
+
+def check_fields(whose: str, given: object) -> None:
+    """Raise MeshError for a field of a dataclass that is not of its type; numbers may be of any class."""
+    of: Any = type(given)  # Hashable to a type checker
+    for name, kind in _types(of).items():
+        if not _is(value := getattr(given, name), kind):
+            raise MeshError(f"{whose} {name} is {repr(value)[:80]}, not {_words(kind)}")
+
+
+@functools.cache
+def _types(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Whether a value is of a type: a number, a text, a dataclass, a mapping, a tuple or one of several."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind in (float, int):
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if origin in (Union, types.UnionType):
+        return any(_is(value, one) for one in inside)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(inside) and all(map(_is, value, inside))
+    if origin is not None:
+        of, to = inside
+        return isinstance(value, Mapping) and all(_is(key, of) and _is(held, to) for key, held in value.items())
+    return isinstance(value, kind)
+
+
+def _words(kind: Any) -> str:
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, inside))
+    if origin is tuple:
+        return f"a tuple of {' and '.join(map(_words, inside))}"
+    if origin is not None:
+        return f"a mapping from {_words(inside[0])} to {_words(inside[1])}"
+    return NAMES.get(kind) or f"an autopar {kind.__name__}"
+
+
+__all__ = ["check_fields"]
