@@ -12,38 +12,65 @@ tensor of the meta device once, for all of its uses: what one writes into it the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture import source_location
 from autopar.capture.equal_masks import constant_of, node_of
 from autopar.capture.known_values import untraced
 from autopar.capture.literals import ELEMENTS_LIMIT, literal, spelt_out
 from autopar.errors import CaptureError
 
+_DEVICES = re.compile(r"at least two devices|two different devices|on the same device")  # in what torch says of operands
+_REGISTER = (
+    "register it, an nn.Parameter in an attribute of a module or an nn.ParameterList, a module in an attribute or an "
+    "nn.ModuleList; not in a list, a global or a weakref"
+)
 _LIFTING = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a new tensor
 
 
 class CpuTensors:
-    """The tensors of one trace that are on the CPU, or were made before it; `constants` has the latter."""
+    """The tensors of one trace that are on the CPU, or were made before it.
+
+    Of the latter `constants` has those that are literals, and `trained` those that have a gradient.
+    """
 
     def __init__(self) -> None:
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by its id: a tensor, which is kept, and what it is
         self.constants: list[torch.Tensor] = []
+        self.trained: dict[int, torch.Tensor] = {}  # by its id
+        self._elsewhere: list[torch.Tensor] = []  # operands of the last call that stayed where they are
 
     def moved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, elsewhere: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a function of torch with tensors of the meta device; `elsewhere` says whether also for constants."""
-        leaves = (leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor))
+        leaves = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor)]
+        self.trained |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad and node_of(leaf) is None}
         own = [leaf for leaf in leaves if not leaf.is_meta and (elsewhere or node_of(leaf) is not None)]
         if not own:
+            self._elsewhere = [] if elsewhere else self._elsewhere
             return args, kwargs
         found = {id(leaf): self._move(leaf) for leaf in own}
+        self._elsewhere = [leaf for leaf in found.values() if not leaf.is_meta and node_of(leaf) is None]
         moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda one: found.get(id(one), one), (args, kwargs))
         return moved
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside, an operator that has operands on two devices is an error that says what one of them is."""
+        try:
+            yield
+        except Exception as error:
+            if self._elsewhere and _DEVICES.search(str(error)):
+                raise _unregistered(self._elsewhere[0], source_location.from_error(error)) from error
+            raise
 
     def refuse_written(self, at: str) -> None:
         """Raise CaptureError if forward has written a constant, which the next call of a graph would not know."""
@@ -78,6 +105,35 @@ def type_of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
     return type_
 
 
+def asked_of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
+    """A question about a device type, asked of the CPU for `meta`, as `x.device.type` becomes while tracing."""
+
+    def asked(*device_type: str, **named: str) -> object:
+        given = ("cpu" if device == "meta" else device for device in device_type)
+        return original(*given, **{name: "cpu" if device == "meta" else device for name, device in named.items()})
+
+    return asked
+
+
+def _unregistered(tensor: torch.Tensor, at: str) -> CaptureError:
+    """The error for a tensor that forward has from elsewhere than its arguments and modules."""
+    said = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if not tensor.requires_grad:
+        what = f"forward uses a tensor that it has from elsewhere than its arguments and modules: {said}"
+        return CaptureError(what, at=at, fix="register it as a buffer: register_buffer(name, tensor, persistent=False)")
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "tensor with a gradient"
+    return CaptureError(f"forward uses a {kind} that it has from elsewhere than its modules: {said}", at=at, fix=_REGISTER)
+
+
+def not_contained(constant: object, trained: Sequence[torch.Tensor], at: str) -> CaptureError:
+    """The error for what torch made a constant of a graph: perhaps one of the tensors with a gradient from elsewhere."""
+    for tensor in trained:
+        if isinstance(constant, torch.Tensor) and (tensor.data_ptr(), tensor.shape) == (constant.data_ptr(), constant.shape):
+            return _unregistered(tensor, at)
+    what = "forward uses a tensor that the graph cannot contain: one made of numbers there, or kept from elsewhere"
+    return CaptureError(what, at=at, fix="register it as a buffer, so that it can be placed on the devices")
+
+
 def _literal(numbers: object, tensor: torch.Tensor) -> torch.Tensor:
     made = literal(torch.tensor)(numbers, dtype=tensor.dtype)
     return made if made.shape == tensor.shape else made.reshape(tensor.shape)  # of no elements
@@ -92,4 +148,4 @@ def _numbers(tensor: torch.Tensor) -> object:
     return None if held is None else untraced(held.tolist)
 
 
-__all__ = ["CpuTensors", "type_of_the_cpu"]
+__all__ = ["CpuTensors", "asked_of_the_cpu", "not_contained", "type_of_the_cpu"]

@@ -12,6 +12,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.capture import autocast, buffers, functionalize, nodes, strided, traced_losses
+from autopar.capture.cpu_tensors import not_contained
 from autopar.capture.emission import Emission, Region
 from autopar.capture.functionalize import Handle, Held, Storage, View
 from autopar.capture.grouped_experts import grouped
@@ -65,10 +66,8 @@ def _given(traced: Traced, skeleton: MetaCopy, call: ModelCall, builder: Builder
         name = skeleton.first.get(target) or skeleton.names.get(id(traced.exported.constants.get(target)))
         if name is None:
             if place.users:
-                raise CaptureError(
-                    "forward uses a tensor that the graph cannot contain: one made of numbers there, or kept from elsewhere",
-                    at=nodes.source(next(iter(place.users))),
-                    fix="register it as a buffer, so that it can be placed on the devices",
+                raise not_contained(
+                    traced.exported.constants.get(target), traced.left.trained, nodes.source(next(iter(place.users)))
                 )
             yield None
             continue

@@ -23,6 +23,7 @@ _OURS = tuple(
         for one in (folder, folder.resolve())
     }
 )
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 _TRACING = re.compile(r"(torch|autopar)\.")  # in the name of a file of Python
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
@@ -30,6 +31,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 def foreign(file: str) -> bool:
     """Whether a file is neither torch's nor ours."""
     return not file.startswith((*_OURS, "<"))
+
+
+def _of_python(file: str) -> bool:
+    """Whether a file is of Python's own library, into which a model's line called."""
+    return file.startswith(_PYTHON) and "-packages" not in file
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,7 +50,7 @@ def from_error(error: BaseException) -> str:
     """The innermost user frame of an exception or of the exceptions that caused it."""
     for link in reversed(list(chain(error))):
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
-            if foreign(frame.filename):
+            if foreign(frame.filename) and not _of_python(frame.filename):
                 return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""
 

@@ -59,6 +59,14 @@ _SAID = {  # what torch says: what it means, and the way out
         "forward asks a tensor that it holds for its value, of which a graph has none",
         "keep it as a number of Python, or compute with the tensor",
     ),
+    ".numpy() is not supported for tensor subclasses": (
+        "forward makes an array of numpy of a tensor, of whose values a graph has none",
+        "compute with functions of torch; what torch has not, in an operator of your own: torch.library.custom_op",
+    ),
+    "The only supported seed types are": (
+        "forward seeds Python's random numbers with a tensor, of whose value a graph has none",
+        "draw by torch (torch.rand), or seed with a number of Python",
+    ),
     "FlexAttention is only supported on": (
         "flex_attention is not an operator that can be planned",
         "call scaled_dot_product_attention with a mask",

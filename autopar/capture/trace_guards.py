@@ -54,7 +54,7 @@ from autopar.capture.assigned_contents import AssignedContents
 from autopar.capture.assumptions import Answers
 from autopar.capture.cached_functions import clear_cached_tensors
 from autopar.capture.carried_tensors import CarriedTensors
-from autopar.capture.cpu_tensors import CpuTensors, type_of_the_cpu
+from autopar.capture.cpu_tensors import CpuTensors, asked_of_the_cpu, type_of_the_cpu
 from autopar.capture.drawn_numbers import drawing
 from autopar.capture.empty_selections import Answered, EmptySelections
 from autopar.capture.equal_masks import Masks
@@ -73,13 +73,15 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 @dataclass(frozen=True, slots=True)
 class Traces:
     """What a call changed in places of Python, the tensors that it put there, the names of those that it computed with, tensors
-    from elsewhere, the buffers whose values it read, each with a line that did, and what it asked about selections.
+    from elsewhere that are literals or have a gradient, the buffers whose values it read, each with a line that did, and what
+    it asked about selections.
     """
 
     changes: Changes
     made: Mapping[str, HeldTensor]
     read: frozenset[str]
     constants: tuple[torch.Tensor, ...]
+    trained: tuple[torch.Tensor, ...]
     decided: Mapping[str, str]
     answered: Answered
 
@@ -103,15 +105,16 @@ def watched(
         known = KnownValues(dict(module.named_buffers()) | held, values)
         carried, buffers, contents = CarriedTensors(module), AssignedBuffers(module), AssignedContents(module)
         guards = Guards(generators, answers, known, carried, rows, registered.stand_ins())
-        with guards, custom_functions.intercepted(guards.applied):
+        with guards, guards.of_the_cpu.explained(), custom_functions.intercepted(guards.applied):
             result = call(*args, **kwargs)
             buffers.write()
             contents.refuse()
         guards.repairs.refuse()
         guards.of_the_cpu.refuse_written(f"{type(module).__name__}.forward")
         new = carried.made(pytree.tree_leaves((args, kwargs)))
-        constants = tuple(guards.of_the_cpu.constants)
-        made.append(Traces(changes(module, before), new, frozenset(carried.read), constants, known.decided, rows.answered()))
+        left = changes(module, before), new, frozenset(carried.read)
+        elsewhere = tuple(guards.of_the_cpu.constants), tuple(guards.of_the_cpu.trained.values())
+        made.append(Traces(*left, *elsewhere, known.decided, rows.answered()))
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
@@ -123,8 +126,8 @@ def watched(
         *((nn.Module, name, _registering(vars(nn.Module)[name])) for name in ("register_buffer", "__setattr__")),
         *Transforms().replaced(),
         *drawing(),
-        (torch, "get_autocast_dtype", _of_the_cpu(torch.get_autocast_dtype)),
-        (torch, "is_autocast_enabled", _of_the_cpu(torch.is_autocast_enabled)),
+        (torch, "get_autocast_dtype", asked_of_the_cpu(torch.get_autocast_dtype)),
+        (torch, "is_autocast_enabled", asked_of_the_cpu(torch.is_autocast_enabled)),
         (torch, "is_grad_enabled", grad_modes.asking(torch.is_grad_enabled)),
         *grad_modes.replaced(),
     ]
@@ -345,16 +348,6 @@ def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Cal
         return literal(torch.tensor)(array) if threading.get_ident() == tracing else original(array)
 
     return from_numpy
-
-
-def _of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """A question about a device type, asked of the CPU for `meta`, as `x.device.type` becomes while tracing."""
-
-    def asked(*device_type: str, **named: str) -> object:
-        given = ("cpu" if device == "meta" else device for device in device_type)
-        return original(*given, **{name: "cpu" if device == "meta" else device for name, device in named.items()})
-
-    return asked
 
 
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

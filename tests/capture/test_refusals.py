@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,7 +64,7 @@ def flexible(self: Does, x: torch.Tensor) -> torch.Tensor:
 
 
 OTHER = ModuleType("other")  # a file, whose globals are not looked at
-OUTSIDE = nn.Parameter(torch.ones(4))
+OUTSIDE = torch.rand(4, 512)
 
 
 def kept_elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +141,15 @@ def read_number(self: Does, x: torch.Tensor) -> torch.Tensor:
 
 
 def elsewhere(self: Does, x: torch.Tensor) -> torch.Tensor:
-    return x + OUTSIDE
+    return x @ OUTSIDE
+
+
+def seeded(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * random.Random(x.sum()).random()
+
+
+def array(self: Does, x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.mean(x.detach().cpu().numpy()))
 
 
 def loaded(self: Does, x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +214,9 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (strided, "aten.zero_.default writes through a view by as_strided", "torch.where, cat or stack"),
         (through_data, "aten.clamp_.default writes through .data into a tensor with a gradient", "under no_grad"),
         (conditional, "cond contains a graph of its own", "without torch.cond"),
-        (elsewhere, "forward uses a tensor of the CPU", "device=x.device"),
+        (elsewhere, r"a tensor that it has from elsewhere than its arguments and modules: float32\[\d+", "register_buffer"),
+        (seeded, "forward seeds Python's random numbers with a tensor", "torch.rand"),
+        (array, "forward makes an array of numpy of a tensor", "torch.library.custom_op"),
         (read_number, "asks a tensor that it holds for its value", "number of Python"),
         (loaded, "forward uses a tensor that the graph cannot contain", "register it as a buffer"),
         (tangent, "levels of forward-mode differentiation are no operators", "torch.func.jvp"),
@@ -223,6 +236,26 @@ def test_what_cannot_be_captured_is_refused_with_the_line(
     assert fix in refusal.value.details["fix"]
     assert HERE in refusal.value.details["at"]
     assert capfd.readouterr().err == ""
+
+
+SCALAR, ROW, LAYER = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+LAYERS, TABLES, HELD = [LAYER], {"rows": nn.Embedding(8, 4)}, weakref.ref(LAYER.weight)
+TRAINED: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], str]] = {
+    "a global number": (lambda self, x: self.lin(x) * SCALAR, r"float32\[\]"),
+    "a global row": (lambda self, x: self.lin(x) + ROW, r"float32\[4\]"),
+    "a list of modules": (lambda self, x: LAYERS[0](self.lin(x)), r"float32\[4, 4\]"),
+    "a dict of tables": (lambda self, x: TABLES["rows"](x.argmax(1)) + self.lin(x), r"float32\[8, 4\]"),
+    "a weak reference": (lambda self, x: self.lin(x) @ HELD(), r"float32\[4, 4\]"),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_parameter_that_no_module_has_is_refused_as_what_it_is(case: str) -> None:
+    """Before, as a tensor of the CPU, to be made on the device of an input, or as one that the graph cannot contain."""
+    body, shape = TRAINED[case]
+    with pytest.raises(CaptureError, match=f"forward uses a parameter that it has from elsewhere than its modules: {shape}\n"):
+        capture(Does(body), X)
+    capture(Does(lambda self, x: self.lin(x) * LAYER.weight.shape[0] + len(LAYERS)), X)
 
 
 def test_a_refusal_of_capture_names_the_line_that_did_it() -> None:
