@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputError
 from autopar.runtime.step_hooks import check_class, hooked
 from autopar.runtime.storage import full_tensor, given_like, with_own_storage
-
-# Those that step each weight by itself, by module; others (L-BFGS) take all of them for one vector, and compute with DTensors.
-WEIGHT_BY_WEIGHT = {"torch.optim": "Adafactor", "transformers.optimization": "Adafactor"}
+from autopar.runtime.whole_weights import GATHERED, WEIGHT_BY_WEIGHT
 
 
 def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
@@ -29,7 +27,8 @@ def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
     is stored, and sends as much as two all-gathers of all weights; Adafactor on split weights has no other way in torch.
 
     Args:
-        optimizer: Adafactor of torch.optim or of transformers, over the parameters of a parallel module; without a closure.
+        optimizer: Adafactor of torch.optim or of transformers, or one of timm.optim that steps each weight by itself (Mars,
+            AdamP, NvNovoGrad, most with `caution`), over the parameters of a parallel module; without a closure.
 
     Raises:
         InputError: the optimizer is of another class. In its step: it was given a closure.
@@ -39,8 +38,9 @@ def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
     0.5
     """
     fix = "autopar.step_locally for those of torch.optim that compute element by element; others step on DTensors"
-    known = [getattr(sys.modules[module], name) for module, name in WEIGHT_BY_WEIGHT.items() if module in sys.modules]
-    check_class(optimizer, known, "step each weight by itself", fix)
+    found = [getattr(sys.modules.get(module), name, None) for module, name in WEIGHT_BY_WEIGHT.items()]
+    check_class(optimizer, [kind for kind in found if kind is not None], "step each weight by itself", fix)
+    GATHERED.add(optimizer)
     return hooked(optimizer, _GatheredSteps())
 
 
@@ -94,13 +94,22 @@ def _step(optimizer: optim.Optimizer, group: dict[str, object], parameter: DTens
     kept = optimizer.state.pop(parameter, {})
     optimizer.state[whole] = {name: full_tensor(v) if isinstance(v, torch.Tensor) else v for name, v in kept.items()}
     group["params"] = [whole]
+    counted = _numbers(group)
     try:
         optimizer.step()
     finally:
         group["params"] = []
         found = optimizer.state.pop(whole)
         optimizer.state[parameter] = {name: _cut(value, parameter) for name, value in found.items()}
+    if _numbers(group) != counted:
+        what = f"{type(optimizer).__name__} counts in a group of weights, not by weight, and cannot be stepped weight by weight"
+        raise InputError(what, fix="another version of it, or a plan that splits no weights: strategy='ddp'")
     parameter.copy_(given_like(whole.detach(), parameter))
+
+
+def _numbers(group: Mapping[str, object]) -> dict[str, object]:
+    """The numbers of a group, but the learning rate, which relative steps set for each weight."""
+    return {name: value for name, value in group.items() if isinstance(value, int | float) and name != "lr"}
 
 
 def _cut(value: object, parameter: DTensor) -> object:
@@ -108,4 +117,4 @@ def _cut(value: object, parameter: DTensor) -> object:
     return with_own_storage(given_like(value, parameter)) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-__all__ = ["WEIGHT_BY_WEIGHT", "step_gathered"]
+__all__ = ["step_gathered"]

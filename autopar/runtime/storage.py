@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the only p
 
 from autopar.errors import LayoutError
 from autopar.ir.layout import AWAY, I, Layout, away, blocks, chunk, each_split, place, shard, split, storable, take
-from autopar.runtime import checkpoint
+from autopar.runtime import checkpoint, whole_weights
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.disk import on_disk, seal, zeros_beside
 from autopar.runtime.host_memory import moved
@@ -70,6 +70,7 @@ def to_dtensor(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, conte
     """The DTensor with this local tensor, which passes no gradient on; the local tensor itself on a mesh of one device."""
     if context.device_mesh is None:
         return part
+    whole_weights.install()
     strides = torch.empty(shape, device="meta").stride()
     places = placements(layout, shape, context.mesh.sizes)
     if away(layout) and part.device.type not in ("meta", context.device_mesh.device_type):  # `from_local` would move it

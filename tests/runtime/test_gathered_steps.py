@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +90,63 @@ def by_muon(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
 def test_muon_over_split_weights_has_the_numbers_of_one_process(pool: WorkerPool, strategy: str) -> None:
     pool.run(f"{__name__}:by_muon", strategy, ranks=2, keep=True)
+
+
+class Normed(optim.Optimizer):
+    """Steps by the gradient over its norm with momentum, as some of timm do, in place: DTensor has no such operator."""
+
+    by_group = False
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1, *, caution: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "caution": caution, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += self.by_group
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                kept = state.setdefault("kept", torch.zeros_like(parameter))
+                kept.mul_(0.5).add_(parameter.grad / parameter.grad.norm().clamp_(min=1e-3), alpha=1 / state["step"])
+                parameter.sub_(kept, alpha=group["lr"])
+
+
+def of_timm(patch: pytest.MonkeyPatch, place: str, name: str, **fields: object) -> Callable[..., optim.Optimizer]:
+    """`Normed` by the name of an optimizer of timm, which is no package that tests need."""
+    kind = type(name, (Normed,), {"__module__": f"timm.optim.{place}", **fields})
+    patch.setitem(sys.modules, f"timm.optim.{place}", SimpleNamespace(**{name: kind}))
+    return kind
+
+
+def by_timm(strategy: str) -> None:
+    """Gathered steps of an optimizer of timm beside those of one process, and others that are refused."""
+    parallel = autopar.parallelize(model(), sample(), (2,), device="h100", outputs="whole", strategy=strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        mars = of_timm(patch, "mars", "Mars")
+        counting = of_timm(patch, "lion", "Lion", by_group=True)
+        stepped_alike(parallel, mars, step_gathered, rtol=1e-10, atol=1e-12)
+        functional.mse_loss(parallel(sample()), sample().sin()).backward()
+        for made, fix in (
+            (mars(parallel.parameters()), "autopar.step_gathered"),
+            (optim.Adafactor(parallel.parameters()), "autopar.step_gathered"),
+            (counting(parallel.parameters(), caution=True), "autopar.step_gathered"),
+            (of_timm(patch, "kron", "Kron")(parallel.parameters()), "strategy='ddp'"),
+            (of_timm(patch, "lamb", "Lamb")(parallel.parameters(), caution=True), "without caution=True"),
+        ):
+            with pytest.raises(InputError, match="computes with whole weights, and these are split") as refusal:
+                made.step()
+            assert fix in refusal.value.details["fix"]
+        with pytest.raises(InputError, match="Lion counts in a group of weights, not by weight"):
+            step_gathered(counting(parallel.parameters())).step()
+        whole = autopar.parallelize(model(), sample(), (2,), device="h100", outputs="whole", strategy="ddp")
+        stepped_alike(whole, mars, lambda optimizer: optimizer, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_optimizers_of_timm_that_need_whole_weights_are_gathered_or_refused(pool: WorkerPool, strategy: str) -> None:
+    """Before, each ended in an error of DTensor, and `step_gathered` took none."""
+    pool.run(f"{__name__}:by_timm", strategy, ranks=2, keep=True)
 
 
 def test_what_does_not_step_weight_by_weight_is_refused() -> None:
