@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import PythonCode
 
+from autopar.codegen.absent_attributes import absent
 from autopar.errors import InputError
 from autopar.passes.precision import DTYPES, MIXED
 
@@ -45,6 +46,15 @@ class GraphModule(fx.GraphModule):
     def __init__(self, graph: fx.Graph, name: str) -> None:
         super().__init__(nn.Module(), fx.Graph(), name)
         self.graph = graph
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter, buffer or submodule; of what other libraries ask for and is none of these the error says what to do."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (error := absent(name)) is None:
+                raise
+        raise error
 
     def hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
         """Register a parameter or buffer under its dotted name, with `Submodule`s for its parents.

@@ -26,6 +26,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from autopar.codegen import ParallelModule
@@ -34,6 +35,7 @@ from autopar.errors import InputError
 from autopar.integrations.padded_batches import BatchPadding
 from autopar.integrations.training_state import drop_state, name_groups, state_of, unsaved, unstepped
 from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint
+from autopar.runtime.gradient_norm import norm_of, number_of
 
 STATES = "autopar"  # the entry of a checkpoint that has the random states
 
@@ -181,4 +183,24 @@ class StagePrecision(Precision):  # type: ignore[misc]
         self.pipeline.clip_grad_norm_(clip_val, parameters=self.main_params(optimizer))
 
 
-__all__ = ["AutoparStrategy", "StagePrecision"]
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The library's `grad_norm` where gradients are split: the norm of each, and of all together; every rank calls it.
+
+    Args:
+        module: a Lightning module, or a parallel one.
+        norm_type: of the norms, a positive number or "inf".
+        group_separator: between the kind of the norm and the parameter's name.
+
+    Raises:
+        InputError: the type is no positive number, or a module is in pipeline stages.
+    """
+    kind = number_of("norm_type", norm_type, least=5e-324)
+    if any(isinstance(held, PipelineModule) for held in module.modules()):
+        fix = "parallel.clip_grad_norm_(float('inf')), which returns the norm over all stages"
+        raise InputError("a rank of a pipeline has the gradients of its own stages only", fix=fix)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.grad is not None}
+    norms = {f"grad_{kind}_norm{group_separator}{name}": norm_of([parameter], kind) for name, parameter in trained.items()}
+    return norms | ({f"grad_{kind}_norm_total": norm_of(trained.values(), kind)} if norms else {})
+
+
+__all__ = ["AutoparStrategy", "StagePrecision", "grad_norm"]

@@ -20,13 +20,13 @@ from autopar.errors import InputError
 
 
 def number_of(name: str, given: object, *, least: float = -math.inf) -> float:
-    """A number that was given for clipping. Raises InputError for what is none, and for one below the least."""
+    """A norm, or the type of one, that was given. Raises InputError for what is none, and for one below the least."""
     try:
         found = float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
         found = math.nan
     if not found >= least:
-        raise InputError(f"{name}={given!r} is no norm to clip by", fix="a number, of max_norm one that is not negative")
+        raise InputError(f"{name}={given!r} is no norm", fix="a number that is not negative; inf for the largest")
     return found
 
 

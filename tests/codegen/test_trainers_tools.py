@@ -370,3 +370,31 @@ def test_a_function_that_asks_for_classes_of_submodules_is_warned_of() -> None:
     parallel = autopar.parallelize(Net(), X, mesh=1)
     with pytest.warns(UserWarning, match="have no classes of their own"):
         assert parallel.apply(lambda module: None) is parallel
+
+
+def test_what_other_libraries_ask_of_models_is_absent_with_a_way_out() -> None:
+    """LocalSGD of accelerate and SFTTrainer of trl ended in torch's AttributeError, as in that of any name."""
+    parallel = autopar.parallelize(Net(), X, mesh=1)
+    for name, fix in (("no_sync", "LocalSGD"), ("config", "trl"), ("module", "itself"), ("save_pretrained", "integrations")):
+        with pytest.raises(InputError, match=f"^a parallel module has no attribute '{name}'") as refusal:
+            getattr(parallel, name)
+        assert fix in refusal.value.details["fix"]
+        assert not hasattr(parallel, name)
+    assert getattr(parallel, "no_sync", None) is None, "accelerate's Accelerator.no_sync does nothing then"
+    with pytest.raises(AttributeError, match="'ParallelModule' object has no attribute 'nothing'"):
+        _ = parallel.nothing
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.config = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.config(self.module(x))
+
+
+def test_submodules_may_have_such_names() -> None:
+    parallel = autopar.parallelize(Wrapping(), X, mesh=1)
+    assert parallel.config.weight is parallel.get_parameter("config.weight")
+    assert parallel.module.bias is parallel.get_parameter("module.bias")

@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grads
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
 from autopar.errors import InputError
-from autopar.integrations.lightning import AutoparStrategy
+from autopar.integrations.lightning import AutoparStrategy, grad_norm
 from autopar.runtime.workers import WorkerPool
 from tests.integrations.launched import launched
 
@@ -189,6 +190,27 @@ def test_a_sweep_of_learning_rates_leaves_the_weights_as_they_were(pool: WorkerP
         for shares, (first, *losses) in zip((2, 1), found, strict=True):  # type: ignore[call-overload]
             whole = expected(shares)[:STEPS]
             assert [first, *losses] == pytest.approx([whole[0], *whole], rel=1e-4)
+
+
+def norms(asked: tuple[str, float | str]) -> dict[str, float]:
+    """The norms of gradients of a parallel module."""
+    strategy, kind = asked
+    module = autopar.parallelize(Net(), DATA[:BATCH], (2,), strategy=strategy, device="h100")
+    module(*DATA[:BATCH]).backward()
+    return {name: float(norm) for name, norm in grad_norm(module, kind).items()}
+
+
+@pytest.mark.parametrize("kind", [2, "inf"])
+def test_norms_of_split_gradients_are_those_that_the_library_has_of_one_process(pool: WorkerPool, kind: float | str) -> None:
+    """Its own ends in an error: it makes a tensor of DTensors."""
+    model = Net()
+    model(*DATA[:BATCH]).backward()
+    expected = {name: pytest.approx(float(norm), rel=1e-5) for name, norm in grads.grad_norm(model, kind).items()}
+    for strategy in ("fsdp", "megatron"):
+        assert pool.run(f"{__name__}:norms", (strategy, kind), ranks=2, keep=True) == [expected, expected]
+    for wrong in ("x", 0, -1.0, float("nan")):
+        with pytest.raises(InputError, match=r"norm_type=.* is no norm"):
+            grad_norm(model, wrong)
 
 
 def test_a_lightning_module_without_a_parallel_one_is_refused() -> None:

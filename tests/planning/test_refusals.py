@@ -435,11 +435,11 @@ def test_sizes_of_a_mesh_may_be_numpys() -> None:
 @pytest.mark.parametrize(
     "norms, said",
     [
-        (("x",), "max_norm='x' is no norm to clip by"),
-        ((None,), "max_norm=None is no norm to clip by"),
-        ((float("nan"),), "max_norm=nan is no norm to clip by"),
-        ((-1.0,), "max_norm=-1.0 is no norm to clip by"),
-        ((1.0, "x"), "norm_type='x' is no norm to clip by"),
+        (("x",), "max_norm='x' is no norm"),
+        ((None,), "max_norm=None is no norm"),
+        ((float("nan"),), "max_norm=nan is no norm"),
+        ((-1.0,), "max_norm=-1.0 is no norm"),
+        ((1.0, "x"), "norm_type='x' is no norm"),
     ],
 )
 def test_gradients_are_clipped_by_a_number_and_stay_as_they_are_without_one(norms: tuple[Any, ...], said: str) -> None:
