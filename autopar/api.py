@@ -214,6 +214,8 @@ def parallelize(
         mesh = dict(zip(plan.axes, plan.sizes, strict=True))
     mesh, options = declared_mesh(mesh, config, devices, options)
     asked = asked_options(options, plan)
+    if not isinstance(plans, str | Path | None):
+        raise PlanError(f"plans={plans!r} is not a folder", fix='its path: plans="plans"')
     if plan is None and (plans is not None or isinstance(mesh, AutoMesh)):
         plan = planned_by_rank_0(model, sample_input, mesh, asked, None if plans is None else Path(plans))
     if isinstance(mesh, AutoMesh):
@@ -252,7 +254,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule)
             the optimizer's step: what may not be was done.
     """
     state = parallel.autopar if isinstance(parallel, ParallelModule) else None
-    away = {name: p for name, p in parallel.named_parameters() if state and state.place(name) != I and p.requires_grad}
+    stored = parallel.named_parameters() if state else ()
+    away = {name: p for name, p in stored if state and state.place(name) != I and p.requires_grad}
     if state is None or not away:
         what = "step_in_backward is for a module that has trained weights on the host or the disk"
         raise InputError(what, fix='autopar.parallelize(..., offload="host"), or leave it out')
@@ -278,7 +281,7 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
         A report: `ok` says whether all agree, `rows` the error of every tensor, and it prints as a table.
 
     Raises:
-        InputError: the model is on `meta`.
+        InputError: the model is on `meta`, or none.
         PlanError: the plan was made for another model, sample or mesh, or with other options than those that are given.
         AutoparError: what `plan` raises.
 
@@ -287,6 +290,7 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     True
     """
     check_is_plan(plan)
+    refuse_model(model)
     with progress("comparing the sequential and the parallel model"):
         return _verify(model, sample_input, mesh, plan, asked_options(options, plan))
 

@@ -184,6 +184,8 @@ class ParallelModule(ProgramModule):
         Raises:
             InputError: without `assign`, a tensor is on meta, where nothing can be loaded.
         """
+        if not isinstance(state_dict, Mapping):
+            return super().load_state_dict(state_dict, strict, assign)  # raises what every module does
         stored = self.state_dict(keep_vars=True)
         known = {name: held for name, held in state_dict.items() if name in stored and _alike(held, stored[name])}
         empty = {name: held for name, held in known.items() if stored[name].is_meta and not held.is_meta}

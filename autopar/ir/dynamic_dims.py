@@ -65,6 +65,8 @@ def declared(dynamic: Mapping[str, DimSizes | Dynamic], shapes: Mapping[str, Sha
     found: dict[InputDim, str] = {}
     sizes = []
     for name, given in dynamic.items():
+        if not isinstance(name, str):
+            raise ConstraintError(f"dynamic names {name!r}, which is not text", fix='a name of its own: {"batch": 0}')
         wanted = given if isinstance(given, Dynamic) else Dynamic(given)
         places = _places(name, wanted.dims, shapes)
         for place in places:
@@ -100,7 +102,13 @@ def _size(name: str, places: tuple[InputDim, ...], wanted: Dynamic, shapes: Mapp
         said = ", ".join(f"{place} is {length}" for place, length in lengths.items())
         raise ConstraintError(f"{name!r} has several sizes in the sample: {said}", fix="a name for each of them")
     least, most = wanted.least, wanted.most
-    if least < 2 or (most is not None and most <= least) or not least <= sample <= (sample if most is None else most):
+    whole = isinstance(least, int) and isinstance(most, int | None)
+    if (
+        not whole
+        or least < 2
+        or (most is not None and most <= least)
+        or not least <= sample <= (sample if most is None else most)
+    ):
         raise ConstraintError(
             f"{name!r} is {sample} in the sample, and may be {least} {f'to {most}' if most is not None else 'or more'}",
             fix="bounds of 2 or more, and a sample between them: a dim of size 1 is broadcast, which is another program",

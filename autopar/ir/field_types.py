@@ -34,7 +34,8 @@ def _is(value: object, kind: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_is(value, one) for one in inside)
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(inside) and all(map(_is, value, inside))
+        kinds = inside[:1] * len(value) if inside[1:] == (...,) and isinstance(value, tuple) else inside
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is, value, kinds))
     if origin is not None:
         of, to = inside
         return isinstance(value, Mapping) and all(_is(key, of) and _is(held, to) for key, held in value.items())
@@ -46,7 +47,7 @@ def _words(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(_words, inside))
     if origin is tuple:
-        return f"a tuple of {' and '.join(map(_words, inside))}"
+        return f"a tuple of {' and '.join(_words(one) for one in inside if one is not ...)}"
     if origin is not None:
         return f"a mapping from {_words(inside[0])} to {_words(inside[1])}"
     return NAMES.get(kind) or f"an autopar {kind.__name__}"

@@ -242,7 +242,7 @@ def text(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     return ", ".join(entries)
 
 
-ENTRY = re.compile(r"(?P<kind>[IRPOHD*])|[SO]\((?P<dim>-?\d+)(/(?P<blocks>\d+))?\)(/(?P<place>\d+))?")
+ENTRY = re.compile(r"(?P<kind>[IRPOHD*])|[SO]\((?P<dim>-?\d+)(/(?P<blocks>0*[1-9]\d*))?\)(/(?P<place>\d+))?")
 
 
 def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str = "a tensor") -> tuple[State | None, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.errors import MeshError, printable
 from autopar.ir.device import Device, Link
+from autopar.ir.field_types import check_fields
 from autopar.ir.layout import numbered_axes
 
 # The axis of a device's memories, of size 1: what is stored is in state H on it, on the host, in D, on the disk, or I, on the
@@ -57,12 +58,15 @@ class Mesh:
     ascending: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields("a mesh's", self)
         if not self.sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
             fix = "the number of devices along every axis, as in mesh=(2, 4)"
             raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}", fix=fix)
         check_devices(self.size)
         if len(set(self.axes)) != len(self.sizes):
             raise MeshError(f"a mesh needs one name per axis, not {self.axes} for sizes {self.sizes}")
+        if self.axes == (MEMORY,) and self.size == 1:
+            raise MeshError(f"a mesh axis is called {MEMORY!r}, which is that of the device's memories", fix="another name")
         if not all(self.axes):
             raise MeshError(f"an axis of the mesh {self.axes} has no name", fix='names such as "dp" and "tp"')
         if self.links and len(self.links) != len(self.sizes):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,14 +127,17 @@ class Plan:
         return json.dumps({"version": VERSION, **_written(asdict(self))}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file is whole, the old or the new one, whatever fails and whoever else writes it."""
-        files.write(path, self.to_json() + "\n")
+        """Write the plan as JSON; the file is whole, the old or the new one, whatever fails and whoever else writes it.
+
+        Raises PlanError for what is no path, and OSError where a plain write would.
+        """
+        files.write(_path(path), self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a saved plan. Raises PlanError if the file is not a plan, or is damaged."""
         try:
-            text = files.read(path)
+            text = files.read(_path(path))
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {path}", error=error) from error
         return Plan.from_json(text, str(path))
@@ -143,6 +147,8 @@ class Plan:
         """The plan that a JSON text denotes. Raises PlanError if it denotes none."""
         fix = "make the plan again with autopar.plan(...).save(path)"
         try:
+            if not isinstance(line, str):
+                raise ValueError(f"it is a {type(line).__name__}, not a text")
             data = files.parse(line)
             if not isinstance(data, dict) or "version" not in data:
                 raise ValueError("it is not a plan: it has no version")
@@ -164,6 +170,13 @@ class Plan:
     def tables(self) -> Iterator[str | Table]:
         """What is printed: totals with their sources, layouts of what is stored and returned, and where the step time goes."""
         return tables(self)
+
+
+def _path(path: object) -> str | Path:
+    """A path that was given, of which a number would be an open file. Raises PlanError for what is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise PlanError(f"{path!r} is not the path of a plan", fix='a text or a pathlib.Path: "plan.json"')
+    return path if isinstance(path, str) else Path(path)
 
 
 def _written(data: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def check(call: Callable[[], object], kind: type[AutoparError], first: str, fix:
         ((2, -1), "a mesh needs axes of at least one device each, not (2, -1)", "mesh=(2, 4)"),
         ((2.0,), "a mesh needs axes of at least one device each, not (2.0,)", "mesh=(2, 4)"),
         ((), "a mesh needs axes of at least one device each, not ()", "mesh=(2, 4)"),
+        ({"memory": 1}, "a mesh axis is called 'memory', which is that of the device's memories", "another name"),
         ("2,4", "cannot make a mesh of '2,4'", "a tuple of sizes"),
         (None, "neither a mesh nor a declaration says which devices there are", "mesh=(2, 4)"),
     ],
@@ -156,6 +157,7 @@ CONSTRAINTS: list[tuple[object, str, str]] = [
     ({"0.weight": "I, I", "*.weight": "S(0), I"}, "two constraints contradict each other on 0.weight", "drop one"),
     ({"0.weight": "I"}, f"{MET}'I' is not a layout of 0.weight on a mesh of 2 axes", "one entry per axis"),
     ({"0.weight": "I, Q"}, f"{MET}'I, Q' is not a layout of 0.weight on a mesh of 2 axes", "one entry per axis"),
+    ({"0.weight": "I, S(0/0)"}, f"{MET}'I, S(0/0)' is not a layout of 0.weight on a mesh of 2 axes", "one entry per axis"),
     ({"0.weight": "I, S(2)"}, f"{MET}'I, S(2)' splits dim 2, but 0.weight has 2 dims", "a dim that it has"),
     ({"0.weight": "I, S(1/64)"}, f"{MET}cannot split dim 1 of 0.weight over mesh axis 1 as 'I, S(1/64)' says", "leave the dim"),
     ({"0.weight": "I, P"}, "the constraint '0.weight' stores 0.weight in state P", "stored tensors are I or S"),
@@ -326,6 +328,56 @@ def test_a_plan_that_is_missing_of_another_version_or_no_plan_is_refused(tmp_pat
     wrong: Any = "plan.json"
     check(lambda: single(plan=wrong), PlanError, "plan is a str", "autopar.Plan.load(path)")
     check(lambda: autopar.verify(model(), X, (1,), plan=wrong, **DEVICE), PlanError, "plan is a str", "autopar.Plan.load(path)")
+
+
+@pytest.mark.parametrize("path", [None, 3, ["plan.json"], b"plan.json"])
+def test_a_plan_is_saved_to_and_loaded_from_paths(path: Any) -> None:
+    """A number is the file that has it: that of another one, and of the terminal."""
+    for call in (lambda: Plan.load(path), lambda: plan((1,)).save(path)):
+        check(call, PlanError, f"{path!r} is not the path of a plan", "pathlib.Path")
+    with pytest.raises(PlanError) as refusal:
+        Plan.from_json(path)
+    assert refusal.value.details["error"] == f"it is a {type(path).__name__}, not a text"
+
+
+WRONG: Any = None  # of another type than is asked for
+
+
+@pytest.mark.parametrize(
+    "call, kind, first, fix",
+    [
+        (lambda: autopar.verify(WRONG, X, (1,)), InputError, "the model is a NoneType", "torch.nn.Module"),
+        (lambda: autopar.step_in_backward(WRONG, WRONG), InputError, "step_in_backward is for a module that has", "offload"),
+        (lambda: single(plans=3), PlanError, "plans=3 is not a folder", "its path"),
+        (lambda: plan(dynamic={3: 0}), ConstraintError, "dynamic names 3, which is not text", '{"batch": 0}'),
+        (
+            lambda: plan(dynamic={"b": autopar.Dynamic(0, WRONG)}),
+            ConstraintError,
+            "'b' is 32 in the sample, and may be",
+            "bounds",
+        ),
+        (lambda: plan(autopar.Mesh(axes=WRONG, sizes=(2,))), MeshError, "a mesh's axes is None, not a tuple of a text", ""),
+        (lambda: plan(autopar.Mesh(axes=("a",), sizes=[2])), MeshError, "a mesh's sizes is [2], not a tuple of a number", ""),
+        (
+            lambda: autopar.register_rule("aten::relu", WRONG),
+            RuleError,
+            "the rule None is not text",
+            "a pattern",
+        ),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_name(
+    call: Callable[[], object], kind: type[AutoparError], first: str, fix: str
+) -> None:
+    with pytest.raises(kind) as refusal:
+        call()
+    assert refusal.value.what.startswith(first)
+    assert fix in refusal.value.details.get("fix", "")
+
+
+def test_a_state_dict_that_is_none_is_refused_as_by_every_module() -> None:
+    with pytest.raises(TypeError, match="Expected state_dict to be dict-like"):
+        single().load_state_dict(WRONG)
 
 
 def test_a_plan_for_another_model_batch_or_mesh_is_refused() -> None:

@@ -148,6 +148,8 @@ def register_rule(
 
 def _row(target: str, rule: str, linear: str, averages: bool, when: Mapping[str, object] | None) -> Rule:
     """The rule as a row of the table; raises RuleError where it does not match the operator's schema."""
+    if not isinstance(rule, str):
+        raise RuleError(f"the rule {rule!r} is not text", op=target, fix='a pattern: "... k, n k -> ... n"')
     schema, pattern = overload(target)._schema, parse(rule)
     tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
     least = sum(1 for a in tensors if not str(a.type).startswith("Optional"))
