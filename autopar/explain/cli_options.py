@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from autopar.analysis.recompute_policy import POLICIES
 from autopar.explain import check
@@ -26,6 +27,7 @@ from autopar.passes.precision import PRECISIONS
 from autopar.plan.options import AUTO, Options
 from autopar.search_space.schemes import STRATEGIES
 
+T = TypeVar("T")
 OPTIONS = (
     "device", "budget", "mode", "strategy", "optimizer", "precision", "reduce", "microbatches", "recompute", "pipeline",
     "stages", "schedule", "time_limit", "compiled", "offload", "host_memory", "disk_memory",
@@ -188,15 +190,23 @@ def planning_options(options: argparse.Namespace) -> Options:
     given = {name: value for name, value in named.items() if value is not None}
     if options.offload is not None:
         given["offload"] = parse_offload(options.offload)
-    given |= {"constraints": constraints(options.constraint), "dynamic": dict(map(parse_dynamic, options.dynamic))}
-    given |= {"static": options.static, "assume": dict(map(parse_answer, options.assume))}
+    given |= {"constraints": constraints(options.constraint), "static": options.static}
+    given |= {
+        "dynamic": _by_name("sizes of", parse_dynamic, options.dynamic),
+        "assume": _by_name("answers to", parse_answer, options.assume),
+    }
     return options_of_values(given)
 
 
 def constraints(texts: Sequence[str]) -> dict[str, str]:
-    found = dict(map(parse_constraint, texts))
+    return _by_name("constraints for", parse_constraint, texts)
+
+
+def _by_name(what: str, parse: Callable[[str], tuple[str, T]], texts: Sequence[str]) -> dict[str, T]:
+    """What was said of each name. Raises UsageError if something was said twice."""
+    found = dict(map(parse, texts))
     if len(found) < len(texts):
-        raise UsageError("two constraints for one name", given="; ".join(texts))
+        raise UsageError(f"two {what} one name", given="; ".join(texts))
     return found
 
 

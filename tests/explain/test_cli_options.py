@@ -71,6 +71,8 @@ def test_options_that_say_nothing_together_are_refused(line: str, said: str, cap
         ("--pipeline axis0 --schedule gpipe+2", "'gpipe+2' is not a pipeline schedule"),
         ("--pipeline axis0 --schedule nowhere.csv", "cannot read the pipeline schedule nowhere.csv"),
         ("--pipeline axis0 --stages 0", "stages=0 is not a number of stages"),
+        ("--dynamic b=0 --dynamic b=1", "two sizes of one name given b=0; b=1"),
+        ("--assume m.py:1=True --assume m.py:1=False", "two answers to one name given m.py:1=True; m.py:1=False"),
         ("--pipeline nope", "the mesh has no axis 'nope' for the pipeline"),
         ("--pipeline axis0 --mesh auto --devices 4", "mesh='auto' has no axis 'axis0' for the pipeline"),
     ],
