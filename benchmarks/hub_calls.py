@@ -54,7 +54,7 @@ def image(config: Any, *several: int) -> torch.Tensor:
 
 def patches(config: Any) -> Iterator[torch.Tensor]:
     """The patches of as many images of 4 x 4 as there are entries, one after the other: flat, as small images, in a row."""
-    vision = getattr(config, "vision_config", config)
+    vision = getattr(config, "vision_config", None) or config
     size, frames = getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1)
     channels = number(vision, "num_channels", "in_channels", "in_chans", otherwise=3)
     yield torch.randn(BATCH * 16, channels * frames * size**2)
@@ -105,7 +105,7 @@ def _lxmert(config: Any) -> Sample:
 
 
 def _patches(config: Any) -> Sample:
-    vision = getattr(config, "vision_config", config)
+    vision = getattr(config, "vision_config", None) or config
     return {
         "pixel_values": torch.randn(BATCH, vision.num_patches, 3 * vision.patch_size**2),
         "pixel_attention_mask": torch.ones(BATCH, vision.num_patches, dtype=torch.long),
