@@ -1,9 +1,9 @@
 """`python -m autopar`, or `autopar`: the commands of the command line.
 
 autopar explain TARGET --mesh 2,4 --device h100     plan a model and explain the plan
-autopar allocate CLUSTER.toml                       give the devices of a cluster to several jobs
-autopar profile TARGET --save machine.json          measure this machine, for prices in the place of data sheets
-autopar completion bash                             a script for the shell: eval "$(autopar completion bash)"
+autopar allocate CLUSTER.toml                       divide a cluster's devices among several jobs
+autopar profile TARGET --save machine.json          measure this machine, to price plans by it instead of data sheets
+autopar completion bash                             a completion script: eval "$(autopar completion bash)"
 autopar --version
 """
 

@@ -71,71 +71,73 @@ def plan(
     """Plan how a model trains on a mesh; needs neither processes nor weights (the model may be on `meta`).
 
     Args:
-        model: the module to plan; it is not changed.
+        model: the module to plan; it is left unchanged.
         sample_input: the global batch: a tensor, a tuple of arguments, or a mapping of keywords.
-        mesh: a tuple of sizes, a dict name -> size, an `autopar.Mesh` or a `DeviceMesh`; the last axis is the innermost. It may
-            be left out with `config` or `devices`. "auto": of `devices`, in the shape in which a step is fastest, by the nodes
-            of the device.
-        config: the declaration of all this in one, a mapping or the path of a TOML, JSON or YAML file; see the page
-            "One declaration". What it leaves out is searched.
-        devices: how many devices a declaration or mesh="auto" is for; by default as many as processes run.
+        mesh: a tuple of sizes, a dict name -> size, an `autopar.Mesh` or a `DeviceMesh`; the last axis is the innermost.
+            Optional with `config` or `devices`. "auto" searches for the shape of `devices` with the fastest step, given the
+            device's nodes.
+        config: one declaration of all this: a mapping, or the path of a TOML, JSON or YAML file; see the page "One
+            declaration". Whatever it leaves out is searched.
+        devices: the number of devices for a declaration or mesh="auto"; by default the number of running processes.
         device: a catalog entry ("h100"), a profile.json, or an `autopar.Device`; by default this machine's accelerator, else
             its CPU.
-        budget: bytes per device, or a text like "80GB"; by default 90% of the device's memory.
-        mode: "training", a step of forward, backward and optimizer; or "inference", a forward of a model in `eval()`, in which
-            nothing has a gradient.
-        strategy: "auto", or a named one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "hsdp", "megatron", "fsdp+tp",
+        budget: bytes per device, or a string such as "80GB"; by default 90% of the device's memory.
+        mode: "training": a step of forward, backward and optimizer; or "inference": a forward without gradients, of a model in
+            `eval()`.
+        strategy: "auto", or the name of one: "ddp", "zero1", "zero2", "fsdp" (ZeRO-3), "hsdp", "megatron", "fsdp+tp",
             "hsdp+tp", "replicate"; or a tensor mode, "2d" or "zero1+2d" (docs, "One declaration").
-        optimizer: the optimizer whose state and step are counted: its name in `autopar.cost_models.optimizers`, by default
-            "adamw"; or itself, its class, or a function from parameters to it, of which a small copy takes one step.
-        constraints: layouts by name of parameters, inputs, modules or ops (globs): `{"*.weight": "I, S(0)"}`; `*` in a layout
-            leaves an axis free.
-        outputs: "whole" or "sharded" for results that are not scalars; by default sharded beside a scalar loss, else whole.
+        optimizer: the optimizer whose state and step are priced: a name in `autopar.cost_models.optimizers`, by default
+            "adamw"; or an instance, a class, or a function from parameters to an optimizer, of which a small copy takes one
+            step.
+        constraints: layouts for parameters, inputs, modules or ops, by name or glob: `{"*.weight": "I, S(0)"}`; `*` in a layout
+            leaves that axis free.
+        outputs: "whole" or "sharded", for results that are not scalars; by default sharded if there is a scalar loss, else
+            whole.
         precision: "fp32", "bf16" or "fp16" plan for `model.to(dtype)`; "bf16-mixed" or "fp16-mixed" computes and gathers in
             that dtype over float32 shards (fp16 with an `autopar.GradScaler`). By default the model's own.
-        reduce: with a mixed precision, the dtype in which gradients are reduced: "bf16", "fp16"; by default float32.
+        reduce: the dtype in which gradients are reduced under mixed precision: "bf16", "fp16"; by default float32.
         strict: make an operator without a sharding rule an error; otherwise it is planned whole, with a warning.
-        microbatches: how many equal parts of the batch a step takes one after the other (`parallel.step`), so as to hold fewer
-            activations; "auto" plans their number too. By default 1, and "auto" with a pipeline.
-        offload: allow offloading of saved activations to host memory; "host": of parameters, gradients and the optimizer's
-            state, too, weight by weight, where that is best within the budget; "disk": so on the host or the disk; "auto": so
-            where their memory is known.
-        host_memory: bytes that the host of one node may store for its devices, or a text like "512GB"; by default 90% of the
+        microbatches: the number of equal parts of the batch that a step runs one after the other (`parallel.step`), which
+            lowers activation memory; "auto" plans their number too. By default 1, or "auto" with a pipeline.
+        offload: True allows offloading saved activations to host memory; "host" also stores parameters, gradients and the
+            optimizer's state there, weight by weight, where that is best within the budget; "disk" does so on the host or the
+            disk; "auto" does so wherever their memory is known.
+        host_memory: bytes that one node's host may store for its devices, or a string such as "512GB"; by default 90% of the
             catalog's.
-        disk_memory: bytes that the disk of one node may store for its devices, or a text like "2TB".
-        recompute: the activations that the backward recomputes: "auto", what is best within the budget; "none"; "blocks", all
-            of each repeated block but its inputs, as `torch.utils.checkpoint` around it; "selective", all of a block but
-            products with weights and fused attention.
-        dynamic: sizes that may differ from the sample's: `{"batch": 0}` for that dim of every input that is as long there as
-            the first, `{"sequence": {"input_ids": 1}}`, or `autopar.Dynamic(dims, least, most)`.
-        static: names of integer inputs that are sizes, counts or flags (a container's name is all in it): their values in the
-            sample are constants of the plan, and a call with others is an error.
-        assume: what lines of forward ask, by file and line as errors have them: `{"model.py:12": False}`. The condition, or the
-            integer, is computed in every call; where it is another one, the call is an error.
+        disk_memory: bytes that one node's disk may store for its devices, or a string such as "2TB".
+        recompute: which activations the backward recomputes: "auto", whatever is best within the budget; "none"; "blocks",
+            everything in each repeated block except its inputs, like `torch.utils.checkpoint` around it; "selective",
+            everything in a block except products with weights and fused attention.
+        dynamic: sizes that may differ from the sample's: `{"batch": 0}` for that dim of every input in which it is as long as
+            in the first, `{"sequence": {"input_ids": 1}}`, or `autopar.Dynamic(dims, least, most)`.
+        static: names of integer inputs that are sizes, counts or flags (the name of a container covers everything in it): the
+            plan treats their sample values as constants, and a call with other values is an error.
+        assume: answers to conditions in forward, by file and line as in error messages: `{"model.py:12": False}`. Every call
+            still computes the condition, or the integer; if it differs, the call is an error.
         cost_model: prices of ops, conversions and collectives (`autopar.cost_models.cost_model.CostModel`); by default those
             of the catalog, or of a measured profile.
-        pipeline: the mesh axis whose ranks have one stage of the model each, or several; every stage is planned on the other
-            axes. `parallel.step` runs it, with `microbatches`. "auto" cuts the outermost axis for stages, if that is faster.
-        stages: their number, a multiple of the axis; or the module paths at which all but the first begin; "auto": what is
-            fastest of one to four a rank.
-        schedule: "gpipe", "1f1b", "zb-h1" with gradients of weights deferred, "1f1b+2" or "zb-h1+2" with so many forwards
-            ahead, of several stages a rank "interleaved" or "zb-v", or a file in torch's notation, "table.csv"; "auto": the
-            fastest of those with names.
-        time_limit: seconds after which the search ends with the best plan that it knows, never worse than the best named
-            strategy; by default none, and no clock decides which plan is chosen. Ctrl-C ends it as well, with
-            KeyboardInterrupt where no plan is known.
-        compiled: price the step as `torch.compile` runs it (`parallel.compile()`), which fuses what goes over memory into few
-            kernels; by default each operator is one. Operators that a profile has measured cost what was measured.
+        pipeline: the mesh axis whose ranks run one or more stages of the model each; every stage is planned on the other axes.
+            `parallel.step` runs it, with `microbatches`. "auto" splits the outermost axis into stages if that is faster.
+        stages: the number of stages, a multiple of the axis; or the module paths at which all but the first begin; "auto": the
+            fastest of one to four per rank.
+        schedule: "gpipe", "1f1b", "zb-h1" (defers weight gradients), "1f1b+2" or "zb-h1+2" (runs that many forwards ahead), for
+            several stages per rank "interleaved" or "zb-v", or a file in torch's notation, "table.csv"; "auto": the fastest of
+            the named ones.
+        time_limit: seconds after which the search stops and returns the best plan found, never worse than the best named
+            strategy; by default none, so that no clock decides which plan is chosen. Ctrl-C stops it too, with
+            KeyboardInterrupt if no plan has been found.
+        compiled: price the step as `torch.compile` runs it (`parallel.compile()`), which fuses memory-bound operators into few
+            kernels; by default each operator is one kernel. Operators measured in a profile keep their measured cost.
 
     Returns:
         The fastest plan that fits the budget, or the best found, with the proven gap.
 
     Raises:
-        CaptureError: the model cannot be captured, or is not the same program at other dynamic sizes.
-        ConstraintError: an option has no such value, or the constraints leave no way to run the model.
+        CaptureError: the model cannot be captured, or becomes another program at other dynamic sizes.
+        ConstraintError: an option has an invalid value, or the constraints leave no way to run the model.
         BudgetError: no plan fits; the error names the smallest budget that works.
-        MeshError: the mesh or device is not known.
-        InputError: the optimizer or the sample is not known to autopar.
+        MeshError: the mesh or device is unknown.
+        InputError: autopar cannot use the optimizer or the sample.
         RuleError: an operator has no sharding rule (`strict`), or can only run on one device.
         TimeLimitError: no plan was found in `time_limit`.
 
@@ -173,24 +175,24 @@ def parallelize(
     over: fx.GraphModule | None = None,
     **options: object,
 ) -> fx.GraphModule:
-    """Make this rank's part of the model: an `fx.GraphModule` that is called, trained and saved like the original.
+    """Build this rank's part of the model: an `fx.GraphModule` that is called, trained and saved like the original.
 
-    Run it under torchrun with as many processes as the mesh has devices; a mesh of one device needs none. Rank 0 plans, and
-    its weights are the ones that count. A model on `meta` gives a module on `meta`: load a checkpoint into it, or call
+    Run it under torchrun with one process per device of the mesh; a mesh of one device does not need torchrun. Rank 0 plans,
+    and its weights are used on all ranks. A model on `meta` gives a module on `meta`: load a checkpoint into it, or call
     `autopar.initialize`.
 
     Args:
-        model: the module to run in parallel; it is left as it is.
+        model: the module to run in parallel; it is left unchanged.
         sample_input: the global batch, the same on every rank: a tensor, a tuple of arguments, or a mapping of keywords.
-        mesh: as for `plan`; its size is the world's, as is that of "auto".
+        mesh: as for `plan`; its size, also with "auto", is the world size.
         config: as for `plan`: `autopar.parallelize(model, batch, config={"parallel": {"tensor": 4}, "zero": 1})`.
         devices: as for `plan`.
-        plan: a plan that was made or loaded before, for this model, sample and mesh; by default rank 0 makes one.
-        plans: a folder in which rank 0 looks for the plan of this program, mesh and options, and keeps the one that it makes.
-        inputs: what a rank gives to a call: the "whole" batch, or with "sharded" its own part of each input in the plan's
-            layout, as `parallel.shard(batch)` cuts it and `parallel.sampler(dataset)` loads it; or a DTensor.
-        over: a module of another program of the model, by `parallelize`: this one is planned in its layouts, and has its
-            parameters and buffers, not copies (prefill and decode).
+        plan: an existing plan for this model, sample and mesh; by default rank 0 makes one.
+        plans: a folder in which rank 0 looks for a plan for this program, mesh and options, and saves the one that it makes.
+        inputs: what each rank passes to a call: the "whole" batch, or with "sharded" its own part of each input in the plan's
+            layout, as cut by `parallel.shard(batch)` or loaded by `parallel.sampler(dataset)`; or a DTensor.
+        over: another result of `parallelize` for the same model, such as prefill when this is decode: this module is planned in
+            its layouts and shares its parameters and buffers, without copies.
         **options: those of `plan`.
 
     Returns:
@@ -198,9 +200,9 @@ def parallelize(
         `torch.distributed.checkpoint` work; `step` runs micro-batches.
 
     Raises:
-        PlanError: the plan was made for another model, sample or mesh, or with other options than those that are given, or the
-            ranks captured different programs.
-        MeshError: the mesh is not as large as the world.
+        PlanError: the plan was made for another model, sample or mesh, or with other options than the ones given; or the ranks
+            captured different programs.
+        MeshError: the size of the mesh is not the world size.
         AutoparError: what `plan` raises.
 
     >>> import autopar, torch
@@ -239,19 +241,19 @@ def parallelize(
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, parallel: fx.GraphModule) -> torch.optim.Optimizer:
-    """Have what the host or the disk stores stepped in the backward, beside what the device computes; returns the optimizer.
+    """Step weights stored on the host or the disk during the backward, while the device computes; returns the optimizer.
 
-    A weight is stepped as soon as its gradient is there, in a thread; `optimizer.step()` waits, and steps what the device
-    stores. The numbers are those of a step after the backward. Nothing may change gradients between the two, neither clipping
-    nor a scaler, and the module is called once for each step. The plan's price has the steps after the backward.
+    A thread steps each weight as soon as its gradient is ready; `optimizer.step()` waits for it, and steps what the device
+    stores. The numbers equal those of a step after the backward. Nothing may change gradients in between (no clipping, no
+    scaler), and the module is called once per step. The plan is priced as if the steps came after the backward.
 
     Args:
-        optimizer: one of torch.optim that computes element by element, over the module's parameters.
+        optimizer: an optimizer of torch.optim that computes element by element, over the module's parameters.
         parallel: what `autopar.parallelize` returned for a plan with `offload="host"` or `"disk"`.
 
     Raises:
-        InputError: the optimizer is of another class, or the module has nothing on the host or the disk. In the backward, or in
-            the optimizer's step: what may not be was done.
+        InputError: the optimizer is of another class, or the module stores nothing on the host or the disk. Raised in the
+            backward or in the optimizer's step if one of the rules above is broken.
     """
     state = parallel.autopar if isinstance(parallel, ParallelModule) else None
     stored = parallel.named_parameters() if state else ()
@@ -268,7 +270,7 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
     """Run the model sequentially and in parallel in float64 and compare outputs, loss and every gradient.
 
     Starts its own gloo processes on this machine, one per device of the mesh. Dropout is 0 on both sides. A second comparison
-    holds the captured program against the user's module in its own dtype.
+    checks the captured program against the user's module in its own dtype.
 
     Args:
         model: the module to verify, with weights (not on `meta`).
@@ -278,11 +280,11 @@ def verify(model: nn.Module, sample_input: object, mesh: object, *, plan: Plan |
         **options: those of `plan`.
 
     Returns:
-        A report: `ok` says whether all agree, `rows` the error of every tensor, and it prints as a table.
+        A report that prints as a table: `ok` says whether all tensors agree, `rows` has the error of each.
 
     Raises:
-        InputError: the model is on `meta`, or none.
-        PlanError: the plan was made for another model, sample or mesh, or with other options than those that are given.
+        InputError: the model is on `meta`, or is no module.
+        PlanError: the plan was made for another model, sample or mesh, or with other options than the ones given.
         AutoparError: what `plan` raises.
 
     >>> import autopar, torch

@@ -1,10 +1,10 @@
-"""Errors in house style: what happened, which values, where in the user's model, and the way out."""
+"""Errors of autopar: each says what happened, with which values, where in the user's model, and how to fix it."""
 
 from __future__ import annotations
 
 
 def printable(line: str) -> str:
-    r"""A line with what does not print as itself escaped as `repr` does: line breaks, control characters, lone surrogates.
+    r"""Escape the unprintable characters of a line as `repr` does: line breaks, control characters, lone surrogates.
 
     >>> print(printable("h.0" + chr(10) + "w"))
     h.0\nw
@@ -32,7 +32,7 @@ class AutoparError(Exception):
         super().__init__("\n".join([self.what, *rows]))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The error as other ranks raise it: of its class, whatever its constructor takes."""
+        """Pickle the error with its class, whatever its constructor takes, so that other ranks can raise it."""
         return _made_again, (type(self), self.what, self.details), {**self.__dict__}
 
 
@@ -71,15 +71,15 @@ class PlanError(AutoparError):
 
 
 class DerivativeError(AutoparError):
-    """A second derivative (`create_graph=True`) of what has none."""
+    """A second derivative (`create_graph=True`) of an operator that has none."""
 
 
 class AllocationError(AutoparError):
-    """Jobs cannot share a cluster as they are described."""
+    """Jobs cannot share a cluster as described."""
 
 
 class CheckpointError(AutoparError):
-    """A checkpoint cannot be written, is damaged, or was written by another training."""
+    """A checkpoint cannot be written, is damaged, or belongs to another training run."""
 
 
 class DiskError(AutoparError):
@@ -89,8 +89,8 @@ class DiskError(AutoparError):
 
 
 class InputError(AutoparError):
-    """A call does not have the planned arguments, or not those of the other ranks."""
+    """The arguments of a call differ from the planned ones, or from those of other ranks."""
 
 
 class RankError(AutoparError):
-    """A collective failed because another rank died, or does not answer."""
+    """A collective failed because another rank died or does not answer."""

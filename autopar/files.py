@@ -1,7 +1,7 @@
-"""Files: written whole or not at all, and read as data of the types that are declared for them.
+"""File access: writes are atomic, and whatever is read is checked against declared types.
 
-What a file says is data from elsewhere: it is checked in full before anything is done with it, and raises ValueError with the
-place and what is wrong there, `collectives.3.bytes is "many", not an integer`.
+The contents of a file are untrusted: they are checked in full before use. A ValueError names the place and the problem:
+`collectives.3.bytes is "many", not an integer`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NAMES: Mapping[type, str] = {str: "a text", bool: "true or false", int: "an inte
 
 
 def write(path: str | Path, text: str) -> None:
-    """Write a text file so that at any moment, and whatever fails, it is the old one or the new one, whole.
+    """Write a text file atomically: at any moment, whatever fails, the path holds the complete old or the complete new text.
 
-    The text goes into a temporary file of the same folder, which takes the file's place once it is on the disk; several
-    processes may write one file at the same time. Permissions are those of a plain write: an existing file keeps its own. A
-    symbolic link is followed, and stays. What is no regular file (a terminal, a pipe) is written plainly.
+    The text goes to a temporary file in the same folder, which replaces the file once it is on the disk; several processes may
+    write one file at the same time. Permissions are those of a plain write: an existing file keeps its own. A symbolic link is
+    followed and kept. Anything but a regular file (a terminal, a pipe) is written directly.
 
-    Raises OSError where a plain write would, and if the folder takes no new file; it names the path that was asked for.
+    Raises OSError where a plain write would, and if no file can be created in the folder; the error names the requested path.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         Path(path).write_text(text, encoding="utf-8")
@@ -58,9 +58,9 @@ def write(path: str | Path, text: str) -> None:
 
 
 def read(path: str | Path, most: int = LONGEST) -> str:
-    """The text of a file of at most so many bytes, of which no more are read, whatever the path leads to.
+    """Read a text file of at most so many bytes; never reads more, whatever the path leads to.
 
-    Raises OSError where a plain read would, and ValueError for a longer file and for what is not UTF-8.
+    Raises OSError where a plain read would, and ValueError for a longer file or one that is not UTF-8.
     """
     with open(path, "rb") as file:
         found = file.read(most + 1)
@@ -70,9 +70,9 @@ def read(path: str | Path, most: int = LONGEST) -> str:
 
 
 def parse(text: str) -> object:
-    """What a JSON text denotes; raises ValueError for what JSON does not have or nobody means.
+    """Parse JSON strictly; raises ValueError for anything outside the standard, or surely unintended.
 
-    That is NaN and infinity, integers from 2**63 on, an object with two entries of one name, and nesting without end.
+    That is NaN and infinity, integers from 2**63 on, objects with duplicate keys, and excessive nesting.
     """
     try:
         found: object = json.loads(
@@ -84,7 +84,7 @@ def parse(text: str) -> object:
 
 
 def parse_toml(text: str) -> dict[str, object]:
-    """What a TOML text denotes; raises ValueError for what is not TOML, and for what `plain` refuses."""
+    """Parse TOML; raises ValueError for text that is not TOML, and for values that `plain` refuses."""
     if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
         raise ValueError(f"it has a line with more than {MOST_DOTS} dots")
     try:
@@ -94,10 +94,10 @@ def parse_toml(text: str) -> dict[str, object]:
 
 
 def plain(data: T) -> T:
-    """The data, as they are, of which JSON could hold the numbers, and people could write the rest.
+    """Return the data unchanged if JSON could hold its numbers and a person could have written the rest.
 
-    Raises ValueError for NaN and infinity, integers from 2**63 on, and more than 100,000 entries, each counted wherever it is
-    repeated: a few lines of YAML stand for any number of them.
+    Raises ValueError for NaN and infinity, integers from 2**63 on, and more than 100,000 entries, counting repetitions: with
+    aliases, a few lines of YAML can expand to any number of them.
     """
     left: list[Any] = [data]
     count = 0
@@ -113,9 +113,9 @@ def plain(data: T) -> T:
 
 
 def typed(kind: type[T], data: object, at: str = "") -> T:
-    """Parsed JSON as a value of a type: a dataclass, a mapping by text or integer, a tuple, a number, ...
+    """Convert parsed JSON to a typed value: a dataclass, a mapping with string or integer keys, a tuple, a number, ...
 
-    Raises ValueError where the data are of another type, lack a field or have one that does not exist.
+    Raises ValueError if the data have another type, lack a field or have an unknown one.
 
     >>> typed(tuple[int, ...], [2, 4])
     (2, 4)
@@ -145,7 +145,7 @@ def _integer(text: str) -> int:
 
 
 def _read(kind: Any) -> Callable[[Any, str], Any]:
-    """How a type is read: a function of the data and of their place."""
+    """The reader of a type: a function of the data and their place."""
     if is_dataclass(kind):
         return lambda data, at: _fields(kind, data, at)
     origin, inside = get_origin(kind), get_args(kind)

@@ -1,4 +1,4 @@
-"""Building: from a plan to this rank's module."""
+"""Build this rank's module from a plan."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build(
 
 
 def _from_rank_0(make: Callable[[], ResolvedPlan], captured: Captured, context: Context) -> ResolvedPlan:
-    """What rank 0 plans: it keeps the assignment that it made, the other ranks read the text of the plan."""
+    """Plan on rank 0, which keeps its own assignment; the other ranks read the plan's text."""
     if context.device_mesh is None:
         return make()
     own: list[ResolvedPlan] = []
@@ -96,7 +96,7 @@ def _from_rank_0(make: Callable[[], ResolvedPlan], captured: Captured, context: 
 
 
 def sizes_of(plan: Plan | None, options: Options, captured: Captured) -> tuple[Size, ...]:
-    """The sizes that may vary; raises PlanError if a plan knows others than are asked for."""
+    """The dynamic sizes; raises PlanError if a plan has others than requested."""
     asked = declared(options.dynamic, captured.signature.shapes)
     if plan is None:
         return asked
@@ -110,7 +110,7 @@ def sizes_of(plan: Plan | None, options: Options, captured: Captured) -> tuple[S
 
 
 def _planned(source: ModelSource, captured: Captured, mesh: Mesh, sizes: Sequence[Size]) -> ResolvedPlan:
-    """The plan of what was captured, for sizes that vary."""
+    """Plan a captured model with dynamic sizes."""
     with progress("planning: analysing the program") as tell:
         found = resolve_program(captured.program, mesh, source.options, phases(tell))
     return varied(found, sizes, source.program_at)
@@ -134,13 +134,13 @@ class _Sized:
 
 
 class _Other:
-    """Builds the module for the other of training and evaluation, when first needed, over the same stored parameters."""
+    """Builds the module for the other mode (training or evaluation) on first use, over the same stored parameters."""
 
     def __init__(self, source: ModelSource, captured: Captured, mesh: Mesh, plan: Plan) -> None:
         self.source, self.captured, self.mesh, self.plan = source, captured, mesh, plan
 
     def __call__(self, parallel: ParallelModule) -> ParallelModule | None:
-        """The module for `parallel`'s present mode; None if its own graph serves, because its flags are all that differs."""
+        """The module for `parallel`'s current mode; None if only flags differ, so that its own graph works."""
         source = self.source.in_mode(parallel.training)
         captured = source.read(dim_sizes(self.plan.dynamic))
         if serves(self.captured, captured, parallel.training):
@@ -165,18 +165,18 @@ class _Other:
 
 
 def _refuse_training(parallel: ParallelModule) -> ParallelModule:
-    """A module of inference has no other mode."""
+    """Refuse training mode: a module for inference has no other mode."""
     raise InputError("the module was planned for inference, and is in training mode", fix='eval(), or mode="training"')
 
 
 def _held(parallel: ParallelModule, program: Program) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a program as a module has them."""
+    """The parameters and buffers that a module holds for a program."""
     tensors = tensors_of(parallel)
     return {p.value.name: tensors[p.value.name] for p in (*program.parameters, *program.buffers)}
 
 
 def _context_of(over: ParallelModule, mesh: Mesh) -> Context:
-    """The mesh on which a module's tensors lie. Raises PlanError if it is another one than was asked for."""
+    """The mesh that a module's tensors are stored on. Raises PlanError if another one was requested."""
     context = over.autopar.context
     if (context.mesh.axes, context.mesh.sizes) != (mesh.axes, mesh.sizes):
         raise PlanError("over= is a module on another mesh", over=context.mesh, mesh=mesh)
@@ -184,9 +184,9 @@ def _context_of(over: ParallelModule, mesh: Mesh) -> Context:
 
 
 def _as_stored(over: ParallelModule, program: Program, options: Options) -> Options:
-    """The options with the layouts in which a module of another program stores what this one uses.
+    """Constrain the options to the layouts in which another program's module stores the tensors that this one uses.
 
-    Raises PlanError where it has not all of it, and ConstraintError where something else was asked for.
+    Raises PlanError if it lacks some of them, and ConstraintError if other layouts were requested.
     """
     tensors, plan = tensors_of(over), over.autopar.plan
     assert plan is not None, "it was built from a plan"
@@ -208,7 +208,7 @@ def _as_stored(over: ParallelModule, program: Program, options: Options) -> Opti
 def _assembled_over(
     over: ParallelModule, captured: Captured, resolved: ResolvedPlan, *, sharded_inputs: bool
 ) -> ParallelModule:
-    """The module over the tensors of another one. Raises PlanError for a plan that has them in other layouts."""
+    """Build a module over the tensors of another one. Raises PlanError if the plan has them in other layouts."""
     state, program = over.autopar, resolved.program
     assert state.plan is not None, "it was built from a plan"
     for name, layout in stored_layouts(state.plan, program).items():
@@ -221,7 +221,7 @@ def _assembled_over(
 
 
 def assemble(captured: Captured, tensors: Mapping[str, torch.Tensor], plan: Plan, context: Context) -> ParallelModule:
-    """The module of a captured program under a plan's text; `tensors` holds the whole parameters and buffers by name.
+    """Build the module of a captured program from a plan's text; `tensors` holds the whole parameters and buffers by name.
 
     Raises PlanError if the plan was made for another program or mesh.
     """
@@ -237,7 +237,7 @@ def assembled(
     *,
     sharded_inputs: bool = False,
 ) -> ParallelModule:
-    """The module of a captured program under a resolved plan, with this rank's parts of the whole tensors.
+    """Build the module of a captured program from a resolved plan, with this rank's parts of the whole tensors.
 
     With `sharded_inputs` a call takes this rank's parts of the batch.
     """
@@ -262,7 +262,7 @@ def _emitted(
     seed: int,
     sharded_inputs: bool,
 ) -> ParallelModule:
-    """The module over tensors that are stored as the plan says."""
+    """Build the module over tensors stored in the plan's layouts."""
     plan, step, program, assignment = resolved.plan, resolved.step, resolved.program, resolved.assignment
     split = sharded(program, plan.options.get("outputs") or None)
     outputs = [
@@ -296,8 +296,9 @@ def steps_of(
     unsharded: bool,
     gathers: MicrobatchLoop | None = None,
 ) -> Steps:
-    """A loop with the graph of what it computes once per step: every rank does so for the whole batch, with the inputs whole
-    that a loop of all ranks `gathers`, by default this one. `unsharded` says whether the module stores plain tensors."""
+    """Add to a loop the graph that runs once per step, on every rank for the whole batch; inputs that `gathers`, by default
+    this loop itself, hoists are gathered for it. `unsharded` says whether the module stores plain tensors.
+    """
     hoisted, size, gathered = loop.hoisted, len(context.mesh.sizes), _read((gathers or loop).hoisted)
     if hoisted is None:
         return Steps(loop=loop, hoisted=None, gathered=gathered)
@@ -313,7 +314,7 @@ def steps_of(
 
 
 def _read(program: Program | None) -> frozenset[int]:
-    """The places of the inputs that a program reads or returns."""
+    """The positions of the inputs that a program reads or returns."""
     if program is None:
         return frozenset()
     read = {name for op in program.ops for name in op.operands} | {output.value for output in program.outputs}

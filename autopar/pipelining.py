@@ -1,4 +1,4 @@
-"""Building with a pipeline: from a plan in stages to this rank's module."""
+"""Build this rank's module from a plan with pipeline stages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build_pipeline(
     *,
     sharded_inputs: bool = False,
 ) -> PipelineModule | ParallelModule:
-    """See `autopar.parallelize`; where it is open whether there are stages, rank 0 plans before anything is built."""
+    """See `autopar.parallelize`; if the plan decides whether there are stages, rank 0 plans before anything is built."""
     if options.pipeline == AUTO:
         plan = plan or planned_by_rank_0(model, sample_input, mesh, options)
         options = replace(options, pipeline=plan.pipeline.axis if plan.pipeline else None, microbatches=plan.microbatches)
@@ -64,7 +64,7 @@ def build_pipeline(
 def planned_by_rank_0(
     model: nn.Module, sample_input: object, mesh: object, options: Options, plans: Path | None = None
 ) -> Plan:
-    """What rank 0 plans, or finds among the `plans` of a folder, on every rank, before anything is built."""
+    """The plan that rank 0 makes, or finds in the folder `plans`, sent to every rank before anything is built."""
     if isinstance(mesh, AutoMesh):
         context = connect(Mesh.of((mesh.devices,)))
     else:
@@ -88,7 +88,7 @@ def planned_by_rank_0(
 def _built(
     model: nn.Module, sample_input: object, mesh: object, plan: Plan | None, options: Options, *, sharded_inputs: bool
 ) -> PipelineModule:
-    """The module of a plan with a pipeline, which rank 0 makes if there is none."""
+    """Build the module of a plan with a pipeline; rank 0 makes the plan if there is none."""
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     priced = connected_mesh(mesh, options, plan)
     options = options.under(plan)
@@ -122,9 +122,9 @@ def assembled_stages(
     *,
     sharded_inputs: bool = False,
 ) -> PipelineModule:
-    """The module of a captured program under a plan in stages, with this rank's parts of rank 0's whole tensors.
+    """Build the module of a captured program from a plan in stages, with this rank's parts of rank 0's whole tensors.
 
-    With `sharded_inputs` a call takes this rank's parts of the batch, alike along the pipeline's axis.
+    With `sharded_inputs` a call takes this rank's parts of the batch, equal along the pipeline's axis.
     """
     assert found.plan.pipeline is not None, "the plan has a pipeline"
     axes, shapes = found.plan.stages[0].axes, captured.signature.shapes
@@ -155,13 +155,13 @@ class _SizedStages:
 
 
 class _OtherStages:
-    """Builds the stages for the other of training and evaluation, when first needed, over the same stored parameters."""
+    """Builds the stages for the other mode (training or evaluation) on first use, over the same stored parameters."""
 
     def __init__(self, source: ModelSource, captured: Captured, mesh: Mesh, found: ResolvedPipeline) -> None:
         self.source, self.captured, self.mesh, self.found = source, captured, mesh, found
 
     def __call__(self, parallel: ParallelModule) -> PipelineModule | None:
-        """The module for `parallel`'s present mode; None if its own stages serve, because flags are all that differs."""
+        """The module for `parallel`'s current mode; None if only flags differ, so that its own stages work."""
         source, plan = self.source.in_mode(parallel.training), self.found.plan
         captured = source.read(dim_sizes(plan.dynamic))
         if serves(self.captured, captured, parallel.training):
@@ -182,7 +182,7 @@ class _OtherStages:
 
 
 def _over(parallel: ParallelModule, captured: Captured, found: ResolvedPipeline) -> PipelineModule:
-    """The stages of another program over the tensors of a module."""
+    """Build the stages of another program over a module's tensors."""
     assert isinstance(parallel, PipelineModule), "it has stages"
     state = parallel.autopar
     inputs = state.inputs.resized(captured.signature.shapes)
@@ -193,7 +193,7 @@ def _over(parallel: ParallelModule, captured: Captured, found: ResolvedPipeline)
 
 
 class _Builder:
-    """Builds the module of this rank from a plan that was read."""
+    """Builds this rank's module from a plan that has been read."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Builder:
         self.mine = [stage for stage, rank in sorted(self.pipeline.order.rank_of.items()) if rank == self.axis.index]
 
     def _rank(self) -> PipelineRank:
-        """This rank of the pipeline's axis, of a module that all ranks build."""
+        """This rank's position on the pipeline's axis; the module is built by all ranks."""
         group = _resolve_process_group(GroupName(self.axis.group)) if self.axis.group else None
         failures = StepFailures.of(self.context)
         return PipelineRank(index=self.axis.index, group=group, device=self.context.device, failures=failures)
@@ -225,7 +225,7 @@ class _Builder:
         return self.over(self._stored(tensors), seed)
 
     def over(self, tensors: Mapping[str, torch.Tensor], seed: int) -> PipelineModule:
-        """The module over tensors that are stored as the plan says; others among them are not of it."""
+        """Build the module over tensors stored in the plan's layouts; tensors that it does not use are ignored."""
         plan, step = self.found.plan, self.found.step
         stored = {name: tensors[name] for name in self.layouts[self.axis.index]}
         unsharded = all_plain(stored.values())
@@ -250,7 +250,7 @@ class _Builder:
     def _stored(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The stored tensors of this rank's stages.
 
-        Rank 0 sends each one whole to the first rank of the stages that read it, which shares it out.
+        Rank 0 sends each tensor whole to the first rank of the stages that read it; that rank distributes it.
         """
         empty = [{name: tensor.is_meta for name, tensor in tensors.items()}]
         if self.context.device_mesh is not None:
@@ -268,7 +268,7 @@ class _Builder:
         return store(own, mine, self.stage_context, [empty[0][name] for name in own])
 
     def _carry(self, tensor: torch.Tensor, rank: int, own: dict[str, torch.Tensor], name: str) -> None:
-        """Send a whole tensor from rank 0 to the first rank at a place of the pipeline's axis."""
+        """Send a whole tensor from rank 0 to the first rank at a position of the pipeline's axis."""
         if self.context.device_mesh is None or any(self.stage_context.coordinates):  # ranks as threads have all of them
             return
         if self.axis.index == 0:
@@ -311,7 +311,7 @@ class _Builder:
         )
 
     def _given(self) -> Iterator[tuple[Value, Layout]]:
-        """The inputs of which ranks give parts, and how these lie on the mesh of a stage."""
+        """The inputs that ranks pass in parts, and the layouts of these parts on the mesh of a stage."""
         axes = [self.context.mesh.axes.index(axis) for axis in self.stage_context.mesh.axes]
         layouts = self.inputs.layouts.values() if self.inputs.sharded else ()
         for value, layout in zip(self.found.step.program.inputs, layouts, strict=False):
@@ -323,7 +323,7 @@ class _Builder:
 
 
 def _without(context: Context, axis: str) -> Context:
-    """The mesh of this rank's stages, over the processes that share them."""
+    """The mesh of this rank's stages, made of the processes that share them."""
     axes = tuple(one for one in context.axes if one.name != axis)
     if not axes:
         alone = replace(context.axis(axis), size=1, index=0, group="")

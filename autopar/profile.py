@@ -6,17 +6,16 @@
     python -m autopar.profile train.py:build --disk /nvme --save machine.json                  the disk of a folder, too
     python -m autopar.explain train.py:build --mesh 2 --device machine.json --offload disk --disk-memory 2TB
 
-Every distinct operator of the model runs forward and backward at the shapes that it has on one of the processes under data
-parallelism, all processes at the same time; so do collectives, in groups of every size that divides the number of processes.
-The file can be read and edited. Its source says by how much repeated measurements differ; a machine that does something else
-meanwhile is told so.
+Every distinct operator of the model runs forward and backward at its local shapes under data parallelism, on all processes at
+the same time; so do collectives, in groups of every size that divides the number of processes. The file can be read and edited.
+Its source states how much repeated measurements differ, and a warning is printed if the machine was busy.
 
-On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Those whose time is
-that of the call, on scalars say, give the launch, and no rate: another model may have them on large tensors. Operators that
-have no rate are priced by the roofline. With --cuda, a GPU each and NCCL, the times become the coefficients of kernels' laws
-(`cost_models.kernels`): products and attention over several lengths, shares of the memory bandwidth, and what computing loses
-beside a message; so a profile of one model prices others, and other sizes. The bus to the host and the host's memory are
-measured by copies and a fused step of AdamW of all processes at once. The GPU must be in the catalog, for its peaks.
+On a CPU, one thread each and gloo, an operator gets a rate: its work (`cost_models.compute`) over its time. Operators dominated
+by the call itself, on scalars say, give the launch time and no rate: another model may run them on large tensors. Operators
+without a rate are priced by the roofline. With --cuda, one GPU per process and NCCL, the times are fitted to the kernel laws
+(`cost_models.kernels`): products and attention over several lengths, shares of the memory bandwidth, and how much messages slow
+down computing. So a profile of one model prices others, and other sizes. The bus to the host and the host's memory are measured
+by copies and a fused AdamW step on all processes at once. The GPU must be in the catalog, for its peaks.
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ NOISY = 0.2  # where a quarter of the measurements differ by more from round to 
 class Timed:
     """An operator to measure, with its work in forward and backward in the unit of its rate: operations or bytes.
 
-    It is `short` where at the device's peaks its forward takes no longer than about a call: its time says nothing of a rate.
+    It is `short` if at the device's peaks its forward would take no longer than about a call: its time says nothing about a
+    rate.
     """
 
     call: TimedCall
@@ -87,7 +87,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """By how much rounds of a measurement differ, the distance of their quartiles over their median: quartiles of that."""
+    """How much rounds of a measurement differ: the quartiles of (interquartile range / median) over all measurements."""
 
     low: float
     middle: float
@@ -146,9 +146,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def profile(programs: Sequence[Program], processes: int, disk: DiskTimes | None = None) -> tuple[Device, Noise]:
-    """The device that is measured with `processes` gloo processes running the operators of some programs, and how surely.
+    """Measure the device with `processes` gloo processes that run the operators of some programs; also returns the noise.
 
-    Its disk is the one that was measured.
+    Its disk is the measured one.
     """
     timed = list(dict.fromkeys(found for program in programs for found in _operators(program, processes)))
     groups = tuple(size for size in range(2, processes + 1) if processes % size == 0)
@@ -162,9 +162,9 @@ def profile(programs: Sequence[Program], processes: int, disk: DiskTimes | None 
 
 
 def gpu_profile(programs: Sequence[Program], processes: int, disk: DiskTimes | None = None) -> tuple[Device, Noise]:
-    """The device that is measured with `processes` GPUs of this machine running the operators of some programs, and how surely.
+    """Measure the device with `processes` GPUs of this machine that run the operators of some programs; also returns the noise.
 
-    Raises MeshError where there are fewer GPUs, or where they are not in the catalog.
+    Raises MeshError if there are fewer GPUs, or if they are not in the catalog.
     """
     count = torch.cuda.device_count()
     if count < processes:
@@ -185,7 +185,7 @@ def gpu_profile(programs: Sequence[Program], processes: int, disk: DiskTimes | N
 
 
 def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> list[Kernel]:
-    """What is timed on a GPU: the operators of some programs, and what a fit needs beside them."""
+    """What is timed on a GPU: the operators of some programs, and whatever else the fit needs."""
     calls: dict[TimedCall, Kernel] = {}
     for program in programs:
         for op, values in _local_ops(program, processes, base):
@@ -198,7 +198,7 @@ def gpu_kernels(programs: Sequence[Program], processes: int, base: Device) -> li
 def gpu_device(
     kernels: Sequence[Kernel], job: Job, found: Sequence[Times], base: Device, processors: int, disk: DiskTimes | None = None
 ) -> Device:
-    """The device of these times, each the mean over the processes."""
+    """The device fitted to these times, each the mean over the processes."""
     seconds = [
         (statistics.fmean(times.calls[place][0] for times in found), statistics.fmean(times.calls[place][1] for times in found))
         for place in range(len(kernels))
@@ -241,8 +241,9 @@ def _operators(program: Program, processes: int) -> Iterator[Timed]:
 
 
 def _local_ops(program: Program, processes: int, device: Device) -> Iterator[tuple[Op, dict[str, Value]]]:
-    """The operators of a program that take time, at the local shapes of data parallelism, with their operands; whole if it runs
-    them in a distributed form, as experts whose tokens are sent."""
+    """The operators of a program that take time, at their local shapes under data parallelism, with their operands; at whole
+    shapes if data parallelism runs them in a distributed form, such as experts whose tokens are sent.
+    """
     mesh = connected_mesh((processes,), Options(device=device))
     plan = plan_program(program, mesh, Options(device=device, strategy="ddp" if processes > 1 else "auto"))
     analysis = analyse(TrainingStep(program=program), mesh)
@@ -267,7 +268,7 @@ def _local(op: Op, fitted: OpSharding | None, program: Program, chosen: Assignme
 
 
 def _device(timed: Sequence[Timed], job: Job, found: Sequence[Times], disk: DiskTimes | None = None) -> Device:
-    """A device with the mean rates over the processes; its launch is the median time of the calls that are short."""
+    """A device with the mean rates over the processes; its launch time is the median of the short calls."""
     base = catalog.cpu(len(found))
     work: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     launches = list[Seconds]()
@@ -302,7 +303,7 @@ def _optimizer_rates(job: Job, found: Sequence[Times]) -> dict[str, tuple[float,
 
 
 def _updates(job: Job, found: Sequence[Times]) -> dict[str, dict[Bytes, Seconds]]:
-    """Seconds of a step of each optimizer over one parameter, by its bytes: on a CPU it goes over one after the other."""
+    """Seconds of a step of each optimizer over one parameter, by its bytes: on a CPU it steps them one after the other."""
     return {
         name: {
             4 * torch.Size(shapes[0]).numel(): statistics.fmean(times.optimizers[name][place] for times in found) / len(shapes)
@@ -313,7 +314,7 @@ def _updates(job: Job, found: Sequence[Times]) -> dict[str, dict[Bytes, Seconds]
 
 
 def _alike(size: Bytes) -> tuple[tuple[int, ...], ...]:
-    """The shapes of as many parameters of so many bytes as caches lack, if they are not too many."""
+    """The shapes of enough parameters of so many bytes to exceed the caches, at most MANY."""
     return ((size // 4,),) * max(1, min(MANY, BEYOND // size))
 
 
@@ -333,12 +334,12 @@ def _host(found: Sequence[Times], device: Device) -> dict[str, Any]:
 
 
 def _disk(measured: DiskTimes | None, source: str) -> Disk | None:
-    """The disk that was measured; how much of it may be used, the user says."""
+    """The measured disk; the user says how much of it may be used."""
     return Disk(memory=0, **dataclasses.asdict(measured), source=source) if measured else None
 
 
 def _rate(work: float, seconds: float) -> float:
-    """Work per second; a large constant for what takes no time or does no work."""
+    """Work per second; a large constant if there is no time or no work."""
     return work / seconds if work and seconds else 1e15
 
 

@@ -1,4 +1,4 @@
-"""Allocate: how many devices of a cluster each of several training jobs has.
+"""Allocates the devices of a cluster to several training jobs.
 
     jobs = [autopar.TrainingJob(name="bert", steps=10_000, model=bert, sample=batch), ...]
     print(autopar.allocate(jobs, autopar.Cluster(devices=64, device="h100"), goal="completion"))

@@ -1,7 +1,7 @@
-"""Many jobs, one cluster: how many devices each job has, chosen by an integer program for a goal.
+"""Chooses how many devices of a cluster each job gets, by an integer program for a goal.
 
-captured programs -> a plan on each number of devices (curves) -> what that means for a job (goals)
-    -> a number for each, within the cluster (solver.knapsack) -> ClusterAllocation
+captured programs -> a plan on each number of devices (curves) -> prospects of each job (goals) -> a number for each, within the
+    cluster (solver.knapsack) -> ClusterAllocation
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ COLUMNS = "job", "devices", "mesh", "step ms", "done in s", "why"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShare:
-    """What a job has of a cluster: devices (0: it waits) in the shape of a mesh, as predicted, and why not more.
+    """A job's share of a cluster: devices (0: it waits), their mesh, the predictions, and why it gets no more.
 
-    `job` is the job as the next allocation takes it: with these devices as its present ones, and captured.
+    `job` is the input for the next allocation: captured, with these devices as its present ones.
     """
 
     name: str
@@ -49,7 +49,7 @@ class JobShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAllocation:
-    """The best allocation of a cluster for a goal, proven; `value` is what it makes of that, in `unit`. Prints as a table."""
+    """The proven best allocation of a cluster for a goal; `value` is the goal's value in `unit`. Prints as a table."""
 
     goal: str
     value: float
@@ -63,7 +63,7 @@ class ClusterAllocation:
 
     @property
     def used(self) -> int:
-        """How many devices jobs have."""
+        """The number of devices in use."""
         return sum(share.devices for share in self.shares)
 
     def to_json(self) -> str:
@@ -74,7 +74,7 @@ class ClusterAllocation:
         )
 
     def parts(self) -> Iterator[Part]:
-        """The table, and what the allocation makes of its goal."""
+        """The table, and the value of the goal."""
         table = grid(*COLUMNS, right=(1, 2, 3, 4))
         for share in self.shares:
             shape, took = "x".join(map(str, share.mesh)), milliseconds(share.step_time)
@@ -88,26 +88,25 @@ class ClusterAllocation:
 
 
 def allocate(jobs: Iterable[TrainingJob], cluster: Cluster, *, goal: str = "throughput") -> ClusterAllocation:
-    """Give training jobs the devices of a cluster, so that a goal is best; some may wait.
+    """Allocate the devices of a cluster to training jobs so as to optimise a goal; some jobs may wait.
 
-    Each job is captured once and planned on each number of devices that it may have, in the fastest shape of the mesh, as
-    `autopar.plan(model, sample, "auto", devices=n)` does; plans are kept with the captured program. Of equally good
-    allocations it is the one in which fewest jobs wait, then that of fewest devices, then more for names that come first.
+    Each job is captured once and planned on each allowed number of devices, in the fastest mesh shape, as `autopar.plan(model,
+    sample, "auto", devices=n)` does; plans are kept with the captured program. Ties are broken by fewest waiting jobs, then by
+    fewest devices, then by more devices for names that come first.
 
     Args:
-        jobs: what is to be trained, each with a name of its own.
+        jobs: the jobs, each with a unique name.
         cluster: the devices.
-        goal: "throughput", weighted steps per second until jobs are done; "samples", the same in samples; "completion",
-            the least weighted sum of seconds until each job is done; "deadlines", the most weight of deadlines that are met,
-            then completion.
+        goal: "throughput": most weighted steps per second until jobs are done; "samples": the same in samples; "completion":
+            least weighted sum of seconds until each job is done; "deadlines": most weight of deadlines met, then completion.
 
     Returns:
-        A share for each job, by name, with its predicted step time and completion, and why it has no more.
+        A share for each job, by name, with its predicted step time and completion, and why it gets no more.
 
     Raises:
-        AllocationError: two jobs have one name, the goal is not known, a model cannot be captured, a job fits on no number
-            of devices, or a deadline cannot be met though its job had the whole cluster.
-        MeshError: the device is not known.
+        AllocationError: two jobs share a name, the goal is unknown, a model cannot be captured, a job fits on no number of
+            devices, or a deadline cannot be met even on the whole cluster.
+        MeshError: the device is unknown.
 
     >>> import autopar
     >>> jobs = [autopar.TrainingJob(name=name, steps=100, curve={1: 1.0, 2: 0.5}) for name in ("a", "b")]
@@ -148,7 +147,7 @@ def _share(job: TrainingJob, steps: Curve, chosen: Prospect, why: str) -> JobSha
 
 
 def _ordered(jobs: Iterable[TrainingJob]) -> list[TrainingJob]:
-    """The jobs by name. Raises AllocationError for two of one name, and what is no job."""
+    """The jobs by name. Raises AllocationError for duplicate names, and for anything but a job."""
     if not isinstance(jobs, Iterable):
         raise AllocationError(f"the jobs are a {type(jobs).__name__}", fix="a list of autopar.TrainingJob")
     found = list(jobs)

@@ -1,4 +1,4 @@
-"""The choice of a number of devices for each job: the integer program of a goal, and why a job has no more."""
+"""Chooses the number of devices of each job by the integer program of a goal, and explains why a job gets no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.solver.knapsack import choose
 
 
 class DeviceChoice:
-    """The numbers of devices among which is chosen, with what they cost under a goal."""
+    """The possible numbers of devices of each job, with their costs under a goal."""
 
     def __init__(self, jobs: Sequence[TrainingJob], expected: Sequence[Sequence[Prospect]], goal: Goal, capacity: int) -> None:
         self.jobs, self.expected, self.goal, self.capacity = jobs, expected, goal, capacity
@@ -21,7 +21,7 @@ class DeviceChoice:
         self.costs = [[own[kind] for own in table] for kind in range(len(table[0]) if table else 0)]
 
     def best(self) -> tuple[int, ...]:
-        """The place of each job's number; of equal ones where fewest wait, on fewest devices, more for the first by name."""
+        """The index of each job's number. Ties: fewest waiting, then fewest devices, then more for the first by name."""
         waiting, devices = [(own == 0) * 1.0 for own in self.sizes], [own * 1.0 for own in self.sizes]
         names = [(place + 1.0) * own for place, own in enumerate(self.sizes)]
         found = choose(self.sizes, self.capacity, [*self.costs, waiting, devices, names])
@@ -29,14 +29,14 @@ class DeviceChoice:
         return found
 
     def value(self, picks: Sequence[int]) -> float:
-        """What a choice makes of the goal."""
+        """The value of the goal for a choice."""
         return self.goal.value(self._total(picks, 0)) if self.jobs else 0.0
 
     def _total(self, picks: Sequence[int], kind: int) -> float:
         return float(sum(own[pick] for own, pick in zip(self.costs[kind], picks, strict=True)))
 
     def why(self, picks: Sequence[int], place: int) -> str:
-        """Why a job has so many devices and not more: what the next larger number makes of the goal, at best for all others."""
+        """Why a job gets no more devices: the best value of the goal if it had the next larger number."""
         job, every, pick = self.jobs[place], self.expected[place], picks[place]
         return f"{_move(job, every[pick])}; {self._more(picks, place)}"
 
@@ -53,7 +53,7 @@ class DeviceChoice:
         return f"on {every[pick + 1].devices} the goal is {self._compared(picks, other)}"
 
     def _compared(self, picks: Sequence[int], other: Sequence[int]) -> str:
-        """What another choice makes of the goal, by the first cost that differs."""
+        """The effect of another choice on the goal, by the first cost that differs."""
         for kind in range(len(self.costs)):
             here, there = self._total(picks, kind), self._total(other, kind)
             if abs(here - there) > 1e-6 * max(abs(here), abs(there)):
@@ -63,7 +63,7 @@ class DeviceChoice:
 
 
 def _move(job: TrainingJob, chosen: Prospect) -> str:
-    """What becomes of the devices that a job has."""
+    """How a job's present devices change."""
     if not chosen.devices:
         return f"gives up {job.present}" if job.present else "waits"
     if job.present == chosen.devices:

@@ -1,4 +1,4 @@
-"""A cluster and its jobs in a TOML file: data, of which only the TARGETs are run, the functions that make the models."""
+"""A cluster and its jobs in a TOML file. It is data; only its TARGETs, the functions that make the models, are run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.ir.device import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How a job is planned: options of `autopar.plan`."""
+    """The options of `autopar.plan` for a job."""
 
     precision: str | None = None
     reduce: str | None = None
@@ -28,7 +28,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEntry:
-    """A `[[jobs]]` of the file: a `TrainingJob` whose model and sample `target` makes, as `autopar.explain` takes it."""
+    """A `[[jobs]]` entry: a `TrainingJob` whose model and sample are made by `target`, as in `autopar.explain`."""
 
     name: str
     steps: int
@@ -43,7 +43,7 @@ class JobEntry:
     samples: int = 0
 
     def job(self) -> TrainingJob:
-        """The job, with the model and the sample that its `target` makes. Raises UsageError where it makes none."""
+        """The job, with the model and the sample from its `target`. Raises UsageError if it returns none."""
         if self.target is not None and self.curve is not None:
             raise UsageError(f"job {self.name!r} has both a target and a curve", fix="one of them")
         said = {name: getattr(self, name) for name in TrainingJob.__dataclass_fields__ if name in self.__dataclass_fields__}
@@ -54,7 +54,7 @@ class JobEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
-    """What the file says."""
+    """The contents of the file."""
 
     devices: int
     jobs: tuple[JobEntry, ...]
@@ -70,7 +70,7 @@ class ClusterFile:
 
 
 def read(path: str) -> ClusterFile:
-    """What a cluster file says; nothing is run. Raises UsageError for a file that is not there, or is not one."""
+    """Read a cluster file without running anything. Raises UsageError if it is missing or invalid."""
     try:
         return files.typed(ClusterFile, files.parse_toml(files.read(path)))
     except OSError as error:

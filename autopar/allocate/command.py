@@ -1,4 +1,4 @@
-"""Allocate a cluster from the command line; needs neither processes nor weights.
+"""Allocate a cluster's devices to jobs from the command line; needs neither processes nor weights.
 
     python -m autopar.allocate cluster.toml
     python -m autopar.allocate cluster.toml --goal completion --json
@@ -14,13 +14,13 @@ cluster.toml:
     target = "train.py:large"                 # a function that returns (model, sample_input)
     steps = 20_000
     options = { precision = "bf16-mixed" }
-    present = 4                               # devices that it has now
-    migration = 60                            # seconds that a change costs
+    present = 4                               # devices that it uses now
+    migration = 60                            # seconds lost by a change
 
     [[jobs]]
     name = "measured"
     steps = 5_000
-    curve = { 1 = 0.9, 2 = 0.5, 4 = 0.3 }     # seconds of a step on so many devices
+    curve = { 1 = 0.9, 2 = 0.5, 4 = 0.3 }     # seconds per step by number of devices
 
 Exit code 0 for an allocation; 1 if there is none; 2 if the command line or the file is wrong.
 """

@@ -1,4 +1,4 @@
-"""Scaling curves: the fastest plan of each job on each number of devices that it may have, in the fastest shape of the mesh."""
+"""Scaling curves: the fastest plan of each job on each allowed number of devices, in the fastest mesh shape."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Curve = tuple[ScalingStep, ...]  # by number of devices, ascending; without thos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Options as the key of a cache: they compare by what they print."""
+    """Options as a cache key: they compare by their printed text."""
 
     text: str
     options: Options = field(compare=False)
 
 
 def captured(job: TrainingJob) -> TrainingJob:
-    """The job with its program in the place of its model. Raises AllocationError for a model that cannot be captured."""
+    """Replace a job's model by its captured program. Raises AllocationError for a model that cannot be captured."""
     if job.model is None:
         return job
     asked = _options(job)
@@ -39,8 +39,8 @@ def captured(job: TrainingJob) -> TrainingJob:
 def curve(job: TrainingJob, cluster: Cluster) -> Curve:
     """The plans of a captured job on each number of devices of a cluster, or its own curve.
 
-    A plan is kept with the program as long as that lives. Raises AllocationError for a job that fits on no number of devices,
-    and what planning raises for its options.
+    Plans are cached as long as the program lives. Raises AllocationError for a job that fits on no number of devices, and
+    whatever planning raises for its options.
     """
     numbers = cluster.numbers(job)
     if not numbers:
@@ -61,7 +61,7 @@ def curve(job: TrainingJob, cluster: Cluster) -> Curve:
 
 @remembered
 def planned(program: Program, devices: int, asked: Asked) -> ScalingStep:
-    """The fastest plan of a program on so many devices, in the fastest shape of the mesh."""
+    """The fastest plan of a program on so many devices, in the fastest mesh shape."""
     (step,) = scaling(program, (devices,), asked.options, shapes=True)
     return step
 

@@ -1,12 +1,12 @@
-"""What an allocation is for: what each number of devices means for a job, and what that costs under each goal.
+"""The goals of an allocation: what each number of devices means for a job, and its cost under each goal.
 
-A job on n devices that take t(n) seconds for a step is done after
+A job on n devices with t(n) seconds per step is done after
 
     completion = migration [n is not its present number] + steps t(n)
 
-and until then takes steps / completion steps per second: none while it moves. A job that waits is taken to come last, behind
-the least work of all others spread over the whole cluster, which is the squashed area bound (J. Turek et al., "Scheduling
-parallelizable tasks to minimize average response time", SPAA 1994), and then to run as fast as it can:
+and until then runs at steps / completion steps per second, which counts the pause of its migration. A waiting job is assumed to
+start last, after the least work of all others spread over the whole cluster, which is the squashed area bound (J. Turek et al.,
+"Scheduling parallelizable tasks to minimize average response time", SPAA 1994), and then to run as fast as possible:
 
     completion = sum_others min_n n steps t(n) / devices + migration + min_n steps t(n)
 """
@@ -25,7 +25,7 @@ from autopar.ir.device import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """A job on a number of devices, 0 if it waits: its plan, the seconds until it is done, and its steps per second so far."""
+    """A job on a number of devices, 0 if it waits: its plan, the seconds until it is done, and steps per second until then."""
 
     devices: int
     step: ScalingStep | None  # none while it waits
@@ -35,19 +35,19 @@ class Prospect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """Costs of a prospect by importance, the less the better; `unit` is that of the first, which is negative if `most`."""
+    """Costs of a prospect, lower is better, most important first; `unit` is that of the first, which is negated if `most`."""
 
     costs: Callable[[TrainingJob, Prospect], tuple[float, ...]]
     unit: str
     most: bool = False
 
     def value(self, cost: float) -> float:
-        """The sum of the first costs, as people read it."""
+        """The sum of the first costs, in the sign that people expect."""
         return -cost if self.most else cost
 
 
 def prospects(jobs: Sequence[TrainingJob], curves: Sequence[Curve], cluster: Cluster) -> list[list[Prospect]]:
-    """What each job has to expect, first if it waits, then on each number of devices."""
+    """The prospects of each job: first waiting, then on each number of devices."""
     areas = [job.steps * min(step.devices * step.step_time for step in curve) for job, curve in zip(jobs, curves, strict=True)]
     found = []
     for place, (job, curve) in enumerate(zip(jobs, curves, strict=True)):
@@ -85,7 +85,7 @@ GOALS: Mapping[str, Goal] = {
 
 
 def goal_of(name: object, jobs: Sequence[TrainingJob], expected: Sequence[Sequence[Prospect]]) -> Goal:
-    """The goal of this name. Raises AllocationError for one that there is not, or that the jobs cannot have."""
+    """The goal with this name. Raises AllocationError if it does not exist, or the jobs do not support it."""
     if not isinstance(name, str) or name not in GOALS:
         raise AllocationError(f"goal={str(name)[:40]!r} is not known", fix=f"one of {', '.join(GOALS)}")
     if name == "samples":
@@ -99,7 +99,7 @@ def goal_of(name: object, jobs: Sequence[TrainingJob], expected: Sequence[Sequen
 
 
 def _check_deadlines(jobs: Sequence[TrainingJob], expected: Sequence[Sequence[Prospect]]) -> None:
-    """Raise AllocationError if there are none, or one that its job cannot meet though it had the whole cluster."""
+    """Raise AllocationError if there are no deadlines, or a job cannot meet its deadline even on the whole cluster."""
     if jobs and all(job.deadline is None for job in jobs):
         raise AllocationError("goal='deadlines', and no job has one", fix="deadline= of a job, or goal='completion'")
     for job, every in zip(jobs, expected, strict=True):

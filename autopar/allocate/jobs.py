@@ -1,4 +1,4 @@
-"""What shares a cluster: training jobs and devices, checked when they are made."""
+"""Training jobs and the cluster that they share, checked on construction."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ FIXED = {  # options of `autopar.plan` that a job does not have, and why
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class TrainingJob:
-    """A training job that takes a share of a cluster. Of `model` with `sample`, `program` and `curve` it has one.
+    """A training job that takes a share of a cluster. It has one of: `model` with `sample`, `program`, or `curve`.
 
     Args:
-        name: what it is called; no other job of the cluster is.
-        steps: how many steps are left to train.
-        model: the module that is trained, as for `autopar.plan`; `meta` will do.
+        name: its name, unique in the cluster.
+        steps: the number of steps left to train.
+        model: the module to train, as for `autopar.plan`; it may be on `meta`.
         sample: its global batch, which is the same on every number of devices.
-        program: the captured program, in the place of both.
-        curve: seconds of a step on each number of devices, where they are known.
+        program: the captured program, instead of both.
+        curve: seconds per step by number of devices, if known.
         options: those of `autopar.plan`: {"precision": "bf16-mixed"}.
-        counts: the numbers of devices that it may have; by default those of the cluster.
-        weight: how much it counts beside the others.
-        deadline: seconds from now until which it is to be done.
-        present: on how many devices it is now; 0 if it does not run.
-        migration: seconds that it loses if that number changes; of a job that does not run, what its start costs.
-        samples: samples of a step beside a `curve`; a plan knows its own.
+        counts: the allowed numbers of devices; by default those of the cluster.
+        weight: its weight relative to the others.
+        deadline: seconds from now by which it should be done.
+        present: the number of devices that it uses now; 0 if it is not running.
+        migration: seconds lost if that number changes; for a job that is not running, the cost of its start.
+        samples: samples per step, for a `curve`; a plan knows its own.
 
-    Raises AllocationError for what no job has.
+    Raises AllocationError for invalid values.
     """
 
     name: str
@@ -96,15 +96,15 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices that jobs share: equal ones, in equal nodes.
+    """The devices that jobs share: all alike, in equal nodes.
 
     Args:
-        devices: how many there are.
-        device: their kind, as for `autopar.plan`; by default what this machine has.
-        per_node: how many a node has; by default as many as the device's.
-        counts: the numbers of devices that a job may have; by default 1, 2, 4, ..., and all: they fill nodes.
+        devices: their number.
+        device: their kind, as for `autopar.plan`; by default this machine's.
+        per_node: the number per node; by default that of the device's catalog entry.
+        counts: the numbers of devices that a job may get; by default 1, 2, 4, ..., and all: they fill nodes.
 
-    Raises AllocationError for what no cluster has.
+    Raises AllocationError for invalid values.
     """
 
     devices: int
@@ -120,7 +120,7 @@ class Cluster:
             _counts("the cluster's counts", self.counts)
 
     def numbers(self, job: TrainingJob) -> list[int]:
-        """The numbers of devices that a job may have here, ascending."""
+        """The numbers of devices that a job may get here, ascending."""
         if job.counts is not None:
             asked: Sequence[int] = job.counts
         elif job.curve is not None:
@@ -130,12 +130,12 @@ class Cluster:
         return sorted({count for count in asked if count <= self.devices})
 
     def hardware(self) -> Device:
-        """The device in its node. Raises MeshError for one that nothing is known of."""
+        """The device in its node. Raises MeshError for an unknown one."""
         device = catalog.device(self.device, processes=self.devices)
         return device if self.per_node is None else replace(device, per_node=self.per_node)
 
     def given(self, job: TrainingJob) -> list[ScalingStep]:
-        """The scaling of a job whose curve is given, on the mesh of its nodes."""
+        """The scaling of a job with a given curve, on the mesh of its nodes."""
         assert job.curve is not None, "it is given"
         plain = self.device is None and self.per_node is None  # of nodes nothing is said
         per_node = self.devices if plain else self.per_node or self.hardware().per_node
@@ -159,7 +159,7 @@ def _number(what: str, value: object, *, zero: bool = False) -> None:
 
 
 def _said(value: object) -> str:
-    """A value as an error shows it: Python does not print integers of many digits."""
+    """A value for an error message: Python does not print integers of many digits."""
     return "too large" if isinstance(value, int) and abs(value) > RANGE[1] else str(value)[:40]
 
 

@@ -46,7 +46,7 @@ class Analysis:
 
     @functools.cached_property
     def saved(self) -> dict[str, SavedTensors]:
-        """What autograd saves for each op class; of a program without gradients what it needs while it runs."""
+        """What autograd saves for each op class; without gradients what the op needs while it runs."""
         ops = representatives(self.program, self.classes).items()
         if not any(op.requires_grad for op in self.program.ops):
             return {name: workspace(op, self.program.values, cpu=self.cpu) for name, op in ops}
@@ -108,7 +108,9 @@ class Analysis:
 
     @functools.cached_property
     def backward(self) -> frozenset[str]:
-        """The values that receive a gradient in a step, from the scalar outputs, or all if none is a scalar or all are sent."""
+        """The values that receive a gradient in a step: from scalar outputs, or from all if none is a scalar or all are
+        sent.
+        """
         program, sends = self.program, self.step.sends
         outputs = {o.value for o in program.outputs}
         ends = set[str]() if sends else outputs
@@ -130,7 +132,7 @@ def analyse(
 ) -> Analysis:
     """Fit rules, propagate block counts, fold repeated blocks; see `fold` for `apart` and `repeated`.
 
-    `settled` has layouts of given values that were chosen elsewhere, as those are that a stage receives.
+    `settled` has layouts of given values that were chosen elsewhere, such as those that a stage receives.
 
     Raises RuleError on a mesh of several devices for an op with a sparse gradient, which cannot be reduced.
     """

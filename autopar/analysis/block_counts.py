@@ -1,4 +1,4 @@
-"""Block counts: how many equal blocks a dim may consist of, each of which is split, as a fused projection needs.
+"""Block counts: into how many equal blocks a dim may be divided, each split separately, as a fused projection needs.
 
 c_attn  (768, 2304) -> split in 3 -> (768, 768) x 3          dim 1 of c_attn: 1 block, or 3
 """
@@ -23,8 +23,8 @@ def block_counts(
     """The block counts of every dim of every value: 1, and those that a split, chunk or merge of dims needs, or that are
     `arriving`.
 
-    They are propagated along factors to all values that have them, and within each group of `alike`: values of one shape, of
-    which one decision is made.
+    They are propagated along factors to all values that have them, and within each group of `alike`: values of one shape that
+    share a decision.
     """
     known: dict[str, list[set[int]]] = {name: [{1} for _ in value.shape] for name, value in program.values.items()}
     for name, dims in (arriving or {}).items():
@@ -79,7 +79,7 @@ def _shared_factors(op: Op, fitted: OpSharding | None, known: Mapping[str, Seque
 
 
 def _spread(factors: Sequence[SharedFactor]) -> bool:
-    """Propagate block counts between dims of an op that have a common factor; whether any was added."""
+    """Propagate block counts between dims of an op with a common factor; returns whether any was added."""
     changed = False
     for size, spots in factors:
         counts = {
@@ -94,7 +94,7 @@ def _spread(factors: Sequence[SharedFactor]) -> bool:
 
 
 def _share(known: Sequence[list[set[int]]]) -> bool:
-    """Give values the block counts of each other; whether any was added."""
+    """Give values each other's block counts; returns whether any was added."""
     changed = False
     for dim in zip(*known, strict=True):
         every = set().union(*dim)

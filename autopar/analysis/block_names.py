@@ -1,4 +1,4 @@
-"""Blocks by name: the module that a model repeats, around an op or a tensor.
+"""Blocks by name: the repeated module that contains an op or a tensor.
 
     h.3.attn.out:linear#0      h.3                   a child of the list h
     block3.fc:linear#0         block3                a child of the attributes block1, block2, ...

@@ -1,6 +1,7 @@
 """Products of activations with weights, whose gradients of weights a pipeline schedule may defer.
 
-Of a backward B the half I makes the gradient of what the stage received; the half W makes, later, what nothing waits for:
+The half I of a backward B makes the gradient of the stage's received values; the half W later makes gradients that nothing
+waits for:
 
     y = linear(x, w)       I: dx = dy w         W: dw = dy^T x, for which x and dy are kept from I to W
 

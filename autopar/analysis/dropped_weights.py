@@ -1,11 +1,12 @@
-"""Which gathered weights FSDP drops after their use, and gathers again for the backward: all but those that it begins with.
+"""Which gathered weights FSDP drops after use and gathers again for the backward: all but those that the backward begins with.
 
     embed        dropped, though the backward does not need it: nothing else travels with it
     h.0  h.1     dropped, and gathered again
     ln_f  head   kept: the backward needs them at once, and never later
 
-To drop what is gathered again at once saves memory while the loss is computed, and nowhere else. FSDP2 keeps the weights of the
-root module in the same way (`reshard_after_forward=None`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+Dropping weights that are gathered again at once would save memory only while the loss is computed. FSDP2 keeps the weights of
+the root module in the same way (`reshard_after_forward=None`,
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from autopar.analysis.weight_buckets import weight_buckets
 
 
 def dropped_weights(analysis: Analysis) -> frozenset[str]:
-    """The weights, with their copies and views, that are dropped: all but those of buckets of which the backward needs nothing
-    after its first member. Of several micro-batches in flight each would keep its own: then all are dropped."""
+    """The dropped weights, with their copies and views: all but those of buckets that the backward does not need after its
+    first member. With several micro-batches in flight each would keep its own copy: then all are dropped.
+    """
     if analysis.step.flights > 1:
         return analysis.weights
     regions = step_regions(analysis)

@@ -1,4 +1,4 @@
-"""The sharding of every op of a program by its rule, found once: padding, micro-batches and analysis all ask for it.
+"""Fits the rule of every op of a program to its shapes, once for padding, micro-batches and analysis.
 
 Ops of equal signature have one, of which a model of many layers has as many as layers.
 """

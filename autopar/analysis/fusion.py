@@ -1,4 +1,4 @@
-"""Fusion: what ops leave to the kernels that `torch.compile` makes of them.
+"""Fusion: which ops `torch.compile` merges into one kernel, and the cost that is left to each.
 
     n = linear(x, w)                                            a product: a kernel of its own
     a = add(n, b)      level 1, reads n and b         \\

@@ -1,4 +1,4 @@
-"""Operands and results of one op that no candidate tells apart: the tensors that `stack` joins, those that `unbind` returns.
+"""Operands and results of an op that no candidate distinguishes: the tensors that `stack` joins, or that `unbind` returns.
 
 Their rule has the same factors for them, they are of one kind, and they are in the same groups: so they have one layout under
 every candidate, and one price.

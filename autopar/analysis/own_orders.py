@@ -1,4 +1,4 @@
-"""Which ops may run on a rank's own rows, in an order of its own: what a program says about what it sorts.
+"""Which ops may run on each rank's own rows in its own order, derived from how the program uses what it sorts.
 
 A pass from the first op to the last: the row of each says what becomes of what is known of its operands (`own_order`), and what
 it says nothing of treats rows one by one, or ends them.

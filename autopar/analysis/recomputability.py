@@ -1,4 +1,4 @@
-"""Which ops may be recomputed in the backward, and which results alias an operand, so that they return with it.
+"""Which ops may be recomputed in the backward, and which results alias an operand and so are restored with it.
 
 y = gelu(x)              may be recomputed
 y = dropout(x, 0.1)      may be: it draws from the seed of its forward, and so the same numbers

@@ -1,4 +1,4 @@
-"""Recomputation by name: which activations the backward recomputes, whatever the integer program would choose.
+"""Recompute policies: by name, which activations the backward recomputes, overriding the integer program's choice.
 
     auto        what the integer program chooses, within the budget
     none        nothing

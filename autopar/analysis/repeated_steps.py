@@ -1,4 +1,4 @@
-"""Repeated steps: what a loop in `forward` does again and again is one step that occurs so often.
+"""Repeated steps: the iterations of a loop in `forward` are treated as one step with a count.
 
     h = zeros                                 first step: reads another kind of h
     select(x, 1, 0)  mul  add  select         step      select(x, 1, 1) mul add select     occurs T - 1 times

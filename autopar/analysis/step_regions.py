@@ -1,4 +1,4 @@
-"""Step regions: the parts of a program beside which messages of weights travel, and between which they are prefetched.
+"""Step regions: the parts of a program that overlap with messages of weights, and between which weights are prefetched.
 
     embed        embed                        a region by itself
     h.0          ln attn add ln mlp add       members of one region: repeated blocks, which do the same

@@ -1,4 +1,4 @@
-"""Which gradients autograd adds up: those of a value that several ops use, each in a kernel of its own."""
+"""Which gradients autograd adds up, each in its own kernel: those of a value that several ops use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read and write, counted from the operators that torch dispatches: on meta tensors, without running any.
+"""Counts the bytes that kernels read and write from the operators that torch dispatches, on meta tensors.
 
 A view moves nothing, nor does memory that is only allocated. An element is read once, however often a broadcast repeats it.
 A pointwise kernel whose operands are broadcast, or have other strides than its result, computes an address for every element.

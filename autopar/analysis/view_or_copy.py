@@ -1,4 +1,4 @@
-"""Which ops that return a view if strides allow it must copy: the program is run on meta tensors, without conversions.
+"""Which ops that return a view if strides allow it must copy, found by running the program on meta tensors without conversions.
 
     k = transpose(x, 1, 2)             (2, 128, 4, 8) -> (2, 4, 128, 8): a view of x, not contiguous
     e = expand(k, [2, 4, 128, 2, 8])   a view of x

@@ -1,4 +1,4 @@
-"""Weight buckets: which weights are communicated in one collective, decided before layouts are.
+"""Weight buckets: which weights share one collective, decided before layouts.
 
     h.0.ln.weight  h.0.ln.bias  h.0.fc.weight  h.0.fc.bias      one bucket
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      one bucket

@@ -1,4 +1,4 @@
-"""Capture: an ordinary module becomes a Program, and its call a Signature.
+"""Capture: turns an ordinary module into a Program, and its call into a Signature.
 
 meta_copy    a copy without weights, on the meta device
 closures     functions in attributes of the model, copied with the modules that they know

@@ -1,4 +1,4 @@
-"""Conditions on values that only refuse them: `assert (x >= 0).all()`, or `if (x < 0).any(): raise ...`.
+"""Captures conditions that only reject values: `assert (x >= 0).all()`, or `if (x < 0).any(): raise ...`.
 
 A graph has no branches, but nothing follows from these as long as what they ask holds, so tracing takes it for granted.
 """

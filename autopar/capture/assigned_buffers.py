@@ -1,4 +1,4 @@
-"""Buffers that forward replaces, `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`, become writes into them when it ends.
+"""Turns buffers that forward replaces, `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`, into writes at its end.
 
 torch.export sees this of the outermost module alone, and only where an attribute is set. Up to the end whatever was read before
 is as it was, and whatever is read afterwards is the new tensor, as in eager mode.

@@ -1,4 +1,4 @@
-"""Parameters and submodules that forward replaces: `self.net = self.nets[i]`, `self.weight = nn.Parameter(0.9 * self.weight)`.
+"""Handles parameters and submodules that forward replaces: `self.net = self.nets[i]`, `self.weight = nn.Parameter(...)`.
 
 The graph would have those of the first step in every step, or begin with the old parameter again.
 """

@@ -1,4 +1,4 @@
-"""What the user says of values that a graph cannot know: which inputs are sizes, and what a line of forward asks.
+"""The user's assumptions on values that a graph cannot know: inputs that are sizes, and answers to conditions in forward.
 
     if x.abs().max() > 100:            plan(..., assume={"model.py:12": False})
         x = x.clamp(-100, 100)

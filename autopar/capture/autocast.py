@@ -1,4 +1,4 @@
-"""What autocast casts, so that the casts can be written into the program: the `autocast` of an operator's row says it.
+"""Writes the casts of autocast into the program, by the `autocast` entry of an operator's row.
 
 Functions that forward calls have their operands cast while it is traced, as autocast does nothing on the meta device: what
 Python asks of the result (`y.dtype`, `x.to(y.dtype)`, `torch.finfo(y.dtype)`) is as it is for the user.

@@ -1,4 +1,4 @@
-"""Functions that keep the tensors that they made, by `functools.lru_cache`: tables of positions, windows, bases.
+"""Functions that cache the tensors they make by `functools.lru_cache`: tables of positions, windows, bases.
 
 What a trace has of a cache would be a constant from elsewhere, and what it leaves there a tensor without values. So caches that
 have tensors are cleared before and after; they fill again when the function is called.

@@ -1,4 +1,4 @@
-"""An `autograd.Function` that runs a callable without a graph, and again in its backward, is no more than a call of it.
+"""Inlines checkpoint functions: an `autograd.Function` that runs a callable without a graph, and again in its backward.
 
 Many repositories have their own, from before torch had one (`CheckpointFunction` of guided-diffusion, and what grew from it):
 

@@ -1,4 +1,4 @@
-"""Functions in attributes of a model that know its modules or tensors by themselves: `self.mlp = lambda x: m.proj(m.fc(x))`.
+"""Functions in attributes of a model that close over its modules or tensors: `self.mlp = lambda x: m.proj(m.fc(x))`.
 
 `copy.deepcopy` takes functions as they are, so that those of a copied model would compute with the weights of the original.
 Here they are copied with it: what their closures and defaults hold of the model becomes what stands for it in the copy.

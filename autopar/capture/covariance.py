@@ -1,4 +1,4 @@
-"""`torch.cov` and `torch.corrcoef` by operators: torch's own ask a tensor for the number of observations, which is a size."""
+"""Traceable `torch.cov` and `torch.corrcoef`: torch's own read the number of observations, a size, from a tensor."""
 
 from __future__ import annotations
 

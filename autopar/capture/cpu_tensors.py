@@ -1,4 +1,4 @@
-"""Tensors that forward makes on the CPU, or has from elsewhere, while its parameters and inputs are on the meta device.
+"""Tensors that forward creates on the CPU or gets from outside, while its parameters and inputs are on the meta device.
 
     x * torch.Tensor([1, 2])             made of numbers, by the class of tensors: a literal
     x[torch.LongTensor([0, 2])]

@@ -1,4 +1,4 @@
-"""What becomes of an `autograd.Function`: only its forward is traced where its gradient is autograd's of that, by numbers.
+"""Captures an `autograd.Function`: traces only its forward if its gradient equals autograd's, which is checked numerically.
 
 Others are operators (`autopar.operators.autograd_functions`). Functions are run in a thread of their own, where nothing is
 traced, on random operands; in place of large ones on small ones, in which equal sizes are equal.

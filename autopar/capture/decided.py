@@ -1,4 +1,4 @@
-"""Buffers of integers that decided a size or a branch while a model was traced, which must keep their values."""
+"""Integer buffers that decided a size or a branch during tracing, and so must keep their values."""
 
 from __future__ import annotations
 

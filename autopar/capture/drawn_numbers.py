@@ -1,4 +1,4 @@
-"""Numbers that forward draws from `random` or `numpy.random`, while it is traced: what does not depend on them is captured.
+"""Numbers that forward draws from `random` or `numpy.random` during tracing: anything independent of them is captured.
 
     if self.training and random.random() < self.layer_drop:        a rate of 0 drops no layer, one of 1 every layer
         continue

@@ -1,4 +1,4 @@
-"""`embedding_bag` with bags of equal length, written as embedding and reduction, which can be split over bags.
+"""Rewrites `embedding_bag` with bags of equal length as embedding and reduction, which can be split over bags.
 
 The operator itself takes one long list of places and says where bags begin: no part of it is a list of whole bags by itself.
 """

@@ -1,4 +1,4 @@
-"""Emission of an operator of the exported graph into a program, as the region has it in which it stands.
+"""Emits an operator of the exported graph into a program, under the region (no_grad, autocast, ...) that contains it.
 
 with torch.no_grad(): y = f(x)          x1 = detach(x); y = f(x1)
 with autocast(bfloat16): y = x @ w      x1, w1 = to(x, bfloat16), to(w, bfloat16); y = x1 @ w1

@@ -1,4 +1,4 @@
-"""Questions whether a mask selects anything: `if mask.any():`, `if tokens.numel() == 0: continue`, `for e in hit:`.
+"""Handles tests whether a mask selects anything: `if mask.any():`, `if tokens.numel() == 0: continue`, `for e in hit:`.
 
 A mixture of experts that is written as a loop leaves out experts that no token chose. A graph has no branches, and needs none
 here, since what is done with no rows changes nothing. Such a question is answered as if there were rows, where it may be:

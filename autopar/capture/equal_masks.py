@@ -1,4 +1,4 @@
-"""Masks that are computed alike are one while a model is traced, so that what they select has as many rows.
+"""Identifies masks that are computed alike during tracing, so that their selections have the same number of rows.
 
 y = x[labels != -100]                    m = labels != -100
 t = labels[labels != -100]       ->      y, t = x[m], labels[m]

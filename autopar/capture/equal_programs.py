@@ -1,4 +1,4 @@
-"""Whether two programs compute the same, up to names and to what no result needs: value numbering from inputs to outputs."""
+"""Tests whether two programs compute the same, up to names and dead code, by value numbering from inputs to outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values of a program under construction are the same: value numbering, by operators and their operands.
+"""Value numbering: which values of a program under construction are equal, by operators and operands.
 
 a = ne(labels, -100)
 b = ne(labels, -100)      a and b have one number

@@ -1,4 +1,4 @@
-"""Loops over experts in a program: rows of the tokens that chose each one of them, put back one after the other.
+"""Recognises loops over experts in a program: for each expert the rows of its tokens are taken, computed and put back.
 
 mask of expert e       eq(chosen, e), or one_hot(chosen)[..., e]; any(eq(chosen, e), -1) of tokens that chose it anywhere
 chosen                 the places of the largest of so many scores as there are experts

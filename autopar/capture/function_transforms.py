@@ -1,4 +1,4 @@
-"""`torch.vmap` and other transforms of `torch.func` as the operators that they stand for, while a model is traced.
+"""Traces `torch.vmap` and other transforms of `torch.func` into the operators that they run.
 
     torch.vmap(lambda row: row.sin() @ w)(x)        ->        sin(x) @ w
     torch.func.grad(lambda x: x.sin().sum())(x)     ->        mul(expand(ones), cos(x))

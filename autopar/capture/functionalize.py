@@ -1,4 +1,4 @@
-"""Functionalization: in-place writes become values, by versions of shared storages.
+"""Functionalization: turns in-place writes into values, by versions of shared storages.
 
 A tensor of the traced graph is a handle. Handles that are views of one another share a storage. A write replaces the value of
 the root of the storage and raises its version; a view that is read later finds its version stale and is computed again.

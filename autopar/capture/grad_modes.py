@@ -1,4 +1,4 @@
-"""What forward asks and says of gradients, beside `torch.no_grad`, which torch.export sees: a graph has one answer for ever."""
+"""Gradient modes that forward queries or sets, besides `torch.no_grad`, which torch.export sees: a graph fixes them."""
 
 from __future__ import annotations
 

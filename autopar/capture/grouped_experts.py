@@ -1,4 +1,4 @@
-"""A loop over experts as products of groups: each token goes to the experts that it chose, and to no other.
+"""Rewrites a loop over experts as grouped products: each token goes only to the experts that it chose.
 
 In the program of a loop every expert computes with all tokens, and what it makes of those that did not choose it is left out
 (`autopar.capture.selected_places`). Where the experts of a loop do the same with weights of their own, tokens are sorted by

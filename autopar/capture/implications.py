@@ -1,4 +1,4 @@
-"""Whether what is selected has no rows where a question says that there are none: tried on values.
+"""Checks, by trying values, that a selection has no rows whenever a condition says so.
 
     counts = one_hot(chosen, 4).sum((0, 1))          of values of `chosen`, counts[2] > 0 is False
     if counts[2] > 0:                                only where chosen == 2 is true nowhere

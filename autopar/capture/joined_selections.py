@@ -1,4 +1,4 @@
-"""Rows of selections that are joined with others, and scattered by indices that are such rows: the edges of a graph.
+"""Selected rows that are concatenated, and scattered by indices that are such rows themselves, like the edges of a graph.
 
 ones(count)                                            one number in all rows
 edges = cat([edges[:, first != second], loops], 1)     the rows of both, selected where the mask is true or a loop stands

@@ -1,4 +1,4 @@
-"""Results that are as long as numbers say which are known while a model is traced.
+"""Results whose length depends on numbers that are known during tracing.
 
     torch.repeat_interleave(x, repeats)      x at the places that are counted: x[[0, 0, 1]] for [2, 1]
     torch.unique_consecutive(x)              x where it is another than before: x[[0, 2]] for [5, 5, 6]; and its counts, [2, 1]

@@ -1,4 +1,4 @@
-"""Selection by masks that sizes decide: where they are true is known while a model is traced, so the selection has a shape.
+"""Selection by masks that depend only on sizes: they are known during tracing, so the selection has a shape.
 
     logits[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)      what is off the diagonal, by its places
     rows, columns = torch.where(torch.ones(n, n).triu(1) > 0)

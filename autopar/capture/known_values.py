@@ -1,4 +1,4 @@
-"""Numbers that are known while a model is traced: those of tensors made from sizes, other numbers and buffers that may decide.
+"""Values that are known during tracing: of tensors made from sizes, constants, and buffers that may decide control flow.
 
     mask = torch.ones(x.shape[:2], device=x.device)
     if (mask > 0).any():                               ->   True

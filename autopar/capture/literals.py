@@ -1,4 +1,4 @@
-"""Literal tensors: numbers that forward writes out are carried by operators, as the meta device has none.
+"""Literal tensors: numbers written out in forward become operators, as meta tensors hold no values.
 
 torch.tensor([1, 2])          cat([full((1,), 1), full((1,), 2)])
 torch.tensor([length, 1])     stack([length, full((), 1)])

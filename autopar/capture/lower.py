@@ -1,4 +1,4 @@
-"""Lowering of the exported fx graph to a Program: regions are inlined, in-place writes become values."""
+"""Lowers the exported fx graph to a Program: regions are inlined, in-place writes become values."""
 
 from __future__ import annotations
 

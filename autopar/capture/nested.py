@@ -1,4 +1,4 @@
-"""Nested structures that users pass and get: the paths of their leaves, and what counts as a constant among them."""
+"""Nested structures of arguments and results: the paths of their leaves, and which of these are constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a second call of forward is the same program as the first, where the first left something in Python.
+"""Checks that a second call of forward gives the same program as the first, if the first changed Python state.
 
 if self.table is None: self.table = torch.arange(9)      the same: numbers and sizes alone decide what is in a table
 self.longest = max(self.longest, x.shape[1])             the same

@@ -1,4 +1,4 @@
-"""Where Python keeps what forward may leave for its next call: attributes of modules, and places beside these.
+"""The places where forward may leave Python state for its next call: attributes of modules, and others.
 
     self.calls += 1                          an attribute of a module of the model
     next(self.rates)                         an iterator there

@@ -1,4 +1,4 @@
-"""What Python code keeps between calls, of which a graph has one state for ever: generators, and attributes of modules.
+"""Python state that changes between calls but is frozen in a graph: generators, and attributes of modules.
 
 Generators are those of `random` and `numpy.random`, and the seed of torch's. Attributes are plain values: numbers, texts, and
 containers and simple objects of them.

@@ -1,4 +1,4 @@
-"""Parameters and buffers that a module reaches otherwise than where it registers them: `self.both = [self.first, self.second]`.
+"""Parameters and buffers that forward reaches by another path than their registration: `self.both = [self.first, self.second]`.
 
 torch.export puts what it traces into the places where modules register tensors. Other references lead to the tensors as they
 were before, which it takes for constants, without gradients. In calls these are replaced by what stands in their places.

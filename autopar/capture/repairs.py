@@ -1,4 +1,4 @@
-"""Repairs under a condition on values, as `where`: `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
+"""Turns conditional repairs into `where`: `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
 
 A graph has no branches. Tracing enters the body of such an `if`; what its last line assigns is the repaired tensor where the
 condition holds, and the one of before where it does not:

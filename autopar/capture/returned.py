@@ -1,4 +1,4 @@
-"""What a model returns: a structure of tensors, which the program has as a flat list."""
+"""The results of a model: a nested structure of tensors, which the program returns as a flat list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators do with the rows of a selection (`autopar.capture.selection`), by their rules."""
+"""How operators act on the rows of a selection (`autopar.capture.selection`), by their rules."""
 
 from __future__ import annotations
 

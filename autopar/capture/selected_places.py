@@ -1,4 +1,4 @@
-"""Where a mask is true, as indices, and the rows that are taken from there and put back.
+"""Indices where a mask is true, and the rows that are taken from there and put back.
 
 A mixture of experts that is written as a loop asks which tokens chose an expert, and puts what it makes of them back there:
 

@@ -1,4 +1,4 @@
-"""Selection by a mask: `x[mask]` has as many rows as the mask has true values, which no graph knows.
+"""Selection by a mask: `x[mask]` has a number of rows that depends on values, so no graph has it.
 
 torch.export traces it with a symbol for their number. In the program a selection keeps all rows, in their order, and what
 reduces them leaves out those that are not selected (`autopar.capture.selected_ops`):

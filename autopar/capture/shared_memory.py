@@ -1,4 +1,4 @@
-"""Tensors of a model that lie in the memory of others without being the same: what changes one changes both.
+"""Tensors of a model that overlap others in memory without being the same: writing to one changes both.
 
 self.register_buffer("teacher", self.layer.weight.data)      follows the optimizer
 self.latest = self.queue[0]                                  follows what forward writes into the queue

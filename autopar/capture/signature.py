@@ -1,4 +1,4 @@
-"""How a model is called: the program has flat tensors, the user has nested structures."""
+"""The signature of a model: maps the user's nested arguments to the program's flat tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`as_strided`, which reads memory, as an index into the dims of its operand: programs have no memory layout.
+"""Rewrites `as_strided`, which addresses memory, as an index into dims: programs have no memory layout.
 
     x: (8, 6), strides (6, 1)                         index = arange(4)[:, None] * 2 + arange(4)
     as_strided(x, (4, 4, 6), (12, 6, 1))       ->     index_select(x, 0, index.flatten()).reshape(4, 4, 6)

@@ -1,4 +1,4 @@
-"""torch.export, with its errors explained in terms of the user's model."""
+"""Runs torch.export, and explains its errors in terms of the user's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards around tracing: raise an error for what torch.export would drop silently, and help it over what it rejects.
+"""Guards around tracing: raise an error for what torch.export would drop silently, and work around what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
 `x[[1, 2]]` on the meta device has no numbers. The first is an operator where that is not all

@@ -1,4 +1,4 @@
-"""Losses that torch.export can trace where ATen's ask for what is not known: whether there are any rows, or for lengths."""
+"""Losses that torch.export can trace, in place of ATen's that read unknown values: whether there are any rows, or lengths."""
 
 from __future__ import annotations
 

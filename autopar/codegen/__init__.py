@@ -1,15 +1,15 @@
-"""Code generation: a program and its assignment become a `torch.fx.GraphModule` that runs on the local shards.
+"""Code generation: turns a program and its assignment into a `torch.fx.GraphModule` that runs on local shards.
 
 emit          the graph: local ATen calls with conversions between them
 buckets       the calls that start a bucket of weights and wait for it
-recomputed    which ops are called so that the backward can repeat them
+recomputed    which ops are called in a form that the backward can repeat
 names         identifiers
 source        the printed code, which is the code that runs
 module        the GraphModule: parameters under their original names, calls checked, results rebuilt
-module_state  what that module knows beside its parameters
+module_state  the state of that module besides its parameters
 profiled      the graph in ranges of its modules, under torch.profiler
 variants      the modules for other dynamic sizes
-steps         micro-batches: the batch cut, and the outputs joined
+steps         micro-batches: cutting the batch, joining the outputs
 """
 
 from autopar.codegen.emit import emit

@@ -30,7 +30,7 @@ class FunctionCall:
 class BucketCalls:
     """Builds the calls for the buckets of one program.
 
-    A `number` is given for buckets that all micro-batches of a step share; the accumulator then holds what was gathered.
+    A `number` is given for buckets that all micro-batches of a step share; the accumulator then holds the gathered weights.
     """
 
     program: Program
@@ -58,7 +58,7 @@ class BucketCalls:
         return FunctionCall(function=wait_once, args=(self.accumulator, number, conversion, pending, axis), kwargs=kwargs)
 
     def reduce_dtype(self, bucket: Bucket) -> torch.dtype | None:
-        """The dtype in which the gradients of a bucket are reduced; None if that is their own or nothing is reduced."""
+        """The dtype in which a bucket's gradients are reduced; None if it is their own, or if nothing is reduced."""
         return reduce_dtypes(self.program).get(bucket.steps[0][0]) if bucket.primitives[1] in SUMS else None
 
     def _splits(self, bucket: Bucket) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What a call must be: on the right device, outside of autocast, with planned gradients only; and alike on all ranks."""
+"""Checks of a call: on the right device, outside of autocast, with planned gradients only, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def checked_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The inputs of a call, where the model runs: a batch on the CPU is copied, as DDP and FSDP2 do.
+    """The inputs of a call, on the model's device: a batch on the CPU is copied, as DDP and FSDP2 do.
 
-    Raises InputError for a call that the plan does not include.
+    Raises InputError if the plan does not cover the call.
     """
     device, signature = module.autopar.context.device, module.autopar.signature
     inputs = [tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor for tensor in inputs]
@@ -44,7 +44,9 @@ def checked_call(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> Sequ
 
 
 def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> None:
-    """Refuse gradients that the plan does not reduce: each rank would have an addend. Others may be left out."""
+    """Refuse gradients that the plan does not reduce: each rank would have only its term of the sum. Fewer gradients are
+    fine.
+    """
     if not torch.is_grad_enabled():
         return
     for planned, tensor in zip(module.autopar.signature.tensors, inputs, strict=True):
@@ -67,8 +69,9 @@ def check_gradients(module: ParallelModule, inputs: Sequence[torch.Tensor]) -> N
 
 
 def _check_anomaly_mode(module: ParallelModule) -> None:
-    """Refuse autograd's search for NaNs where weights are split: it reads gradients that are on their way, and DTensors have no
-    operator for it."""
+    """Refuse autograd's search for NaNs if weights are split: it reads gradients in flight, and DTensors have no operator for
+    it.
+    """
     looks = torch.is_grad_enabled() and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     if looks and not all_plain(module.parameters()):
         raise InputError(
@@ -78,7 +81,7 @@ def _check_anomaly_mode(module: ParallelModule) -> None:
 
 
 def _check_hooks(module: ParallelModule) -> None:
-    """Refuse hooks of submodules: what they compute is in one graph, and they are never called."""
+    """Refuse hooks of submodules: these are never called, since there is one graph."""
     for path, inner in module.named_modules():
         hooks = inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
         if hooks and path:
@@ -95,7 +98,7 @@ def _check_filled(module: ParallelModule) -> None:
 
 
 def on_meta(names: Sequence[str], so: str) -> InputError:
-    """The error of tensors on meta, and what follows from that."""
+    """The error for tensors on meta."""
     more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
     return InputError(
         f"{names[0]}{more} on the meta device, {so}",
@@ -106,7 +109,7 @@ def on_meta(names: Sequence[str], so: str) -> InputError:
 
 
 def aspects_of(module: ParallelModule, kind: str, inputs: Mapping[str, torch.Tensor]) -> list[Aspect]:
-    """What must not differ between the ranks' calls, beside the values of the inputs."""
+    """What must not differ between the ranks' calls, besides the values of the inputs."""
     gradients, random = torch.is_grad_enabled(), module.autopar.rng_state
     found = [
         Aspect(kind="call", name="what is called", text=kind),

@@ -1,6 +1,6 @@
-"""What `torch.compile` sees of a parallel module: the program of one micro-batch, whole; and Inductor's passes for collectives.
+"""`torch.compile` for parallel modules: it sees the whole program of one micro-batch; with Inductor passes for collectives.
 
-around   a frame that is not traced, while what it calls is: the loop over micro-batches, say
+around   the frame is not traced, but what it calls is: the loop over micro-batches, say
 eager    neither is: checks of a call, which talk to other ranks; what micro-batches share; the backward, which autograd runs
 """
 
@@ -39,19 +39,19 @@ OPTIONS: dict[str, bool | str] = {
 
 
 def around(function: Wrapped) -> Wrapped:
-    """A function that is not traced, while what it calls is."""
+    """A function that is not traced, although its callees are."""
     found: Wrapped = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
     return found
 
 
 def eager(function: Wrapped) -> Wrapped:
-    """A function that is not traced, nor what it calls."""
+    """A function that is not traced, and neither are its callees."""
     found: Wrapped = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return found
 
 
 class Untraced:
-    """A context that a frame which is not traced can enter: Dynamo takes no generators, not even around a frame."""
+    """A context manager for untraced frames: Dynamo supports no generators, not even around a frame."""
 
     @eager
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
@@ -67,8 +67,9 @@ class Untraced:
 
 
 def uses(graph: fx.Graph, name: str) -> bool:
-    """Whether an emitted program passes on an object of the module's state: `rng_state` if it draws random numbers, or
-    `rematerializer` if it marks what its backward recomputes, gathers again or fetches."""
+    """Whether an emitted program uses an object of the module's state: `rng_state` if it draws random numbers, or
+    `rematerializer` if it marks what its backward recomputes, gathers again or fetches.
+    """
     return any(node.op == "get_attr" and node.target == f"{STATE}.{name}" for node in graph.nodes)
 
 
@@ -80,9 +81,9 @@ def traceable(graph: fx.Graph) -> bool:
 
 
 def shared_weights(graph: fx.Graph) -> fx.Graph | None:
-    """The part of an emitted program that makes the weights which all micro-batches of a step share; None if there are none.
+    """The part of an emitted program that makes the weights shared by all micro-batches of a step; None if there are none.
 
-    It runs eagerly, once a step, before the micro-batches: then their program keeps nothing, and is traced whole.
+    It runs eagerly, once per step, before the micro-batches, whose program then keeps nothing and is traced whole.
     """
     found, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
@@ -93,7 +94,7 @@ def shared_weights(graph: fx.Graph) -> fx.Graph | None:
 
 
 def _copy(node: fx.Node, into: fx.Graph, copied: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A node of another graph, after what it is computed from; chains are short: they are of a weight."""
+    """Copy a node of another graph after its inputs; chains are short, since they belong to a weight."""
     if node not in copied:
         copied[node] = into.node_copy(node, lambda operand: _copy(operand, into, copied))
     return copied[node]
@@ -101,7 +102,7 @@ def _copy(node: fx.Node, into: fx.Graph, copied: dict[fx.Node, fx.Node]) -> fx.N
 
 @around
 def compiling() -> bool:
-    """Whether `torch.compile` traces what is called from here; `torch.compiler.is_compiling` says it of what is traced."""
+    """Whether `torch.compile` traces calls made from here; `torch.compiler.is_compiling` answers only inside of traced code."""
     return callable(get_eval_frame_callback())
 
 
@@ -111,12 +112,12 @@ def inductor_options(*, overlap: bool = True, async_tensor_parallel: bool = Fals
         compiled = torch.compile(parallel, options=autopar.inductor_options())
 
     Args:
-        overlap: put collectives beside what is computed, and join small ones (`aten_distributed_optimizations`).
-        async_tensor_parallel: cut products beside an all-gather or reduce-scatter into parts that overlap with it, where all
-            devices of an axis see each other's memory (CUDA).
+        overlap: overlap collectives with computation, and join small ones (`aten_distributed_optimizations`).
+        async_tensor_parallel: cut products next to an all-gather or reduce-scatter into parts that overlap with it, if all
+            devices of an axis can access each other's memory (CUDA).
 
     Raises:
-        InputError: this release of torch has no such options.
+        InputError: this release of torch lacks these options.
     """
     options = {**(OPTIONS if overlap else {}), **({"_micro_pipeline_tp": True} if async_tensor_parallel else {})}
     known = set(torch._inductor.list_options())

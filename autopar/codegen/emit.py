@@ -61,12 +61,11 @@ def emit(
 ) -> fx.Graph:
     """The graph that one rank runs: its inputs are global tensors, its outputs the local parts of the program's outputs.
 
-    Of an input in `given` the user gives this rank's part in that layout, from which the plan's is sliced. With `deferred` a
-    backward leaves the gradients of weights in products to `autopar.runtime.deferred_products`.
+    For an input in `given` the user passes this rank's part in that layout, from which the plan's is sliced. With `deferred`
+    the backward leaves weight gradients of products to `autopar.runtime.deferred_products`.
 
-    Training flags of ops that were on when the program was captured in `training` mode become the module's `training`; flags
-    that are on in evaluation mode stay on. `unsharded` says whether what is stored is plain tensors, by default those of a
-    program of which nothing is split.
+    Training flags of ops that were on in a program captured in `training` mode follow the module's `training`; flags that are
+    on in evaluation mode stay on. `unsharded` says whether stored tensors are plain; by default they are if nothing is split.
     """
     if unsharded is None:
         stored = (p.value.name for p in (*step.program.parameters, *step.program.buffers))
@@ -75,7 +74,7 @@ def emit(
 
 
 class _Emitter:
-    """Builds one graph; `values` has the node of each value in each layout in which it exists so far."""
+    """Builds one graph; `values` has the node of each value in each of its layouts so far."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class _Emitter:
         self.bucket_calls = BucketCalls(program=program, sizes=self.sizes, accumulator=self.accumulator)
 
     def _sections(self) -> Iterator[tuple[str, Op | Bucket | ConversionEvent]]:
-        """What is scheduled, each with the comment under which its nodes are made: the module of the op that it is made for."""
+        """The scheduled events, each with its section comment: the module of the op that it serves."""
         order, top = self.schedule.order, self.schedule.top
         yield from (("parameters", what) for time, what in order if time <= top)
         self.section = "inputs"
@@ -146,14 +145,14 @@ class _Emitter:
         yield from reversed(rest)
 
     def _arrive(self) -> None:
-        """Slice every input that the plan splits, and that does not come split; from here on it has the plan's layout only."""
+        """Slice every input that the plan splits, unless it is passed split; from here on it has only the plan's layout."""
         for value in self.program.inputs:
             for step in arrival(self.assignment.given[value.name], self.received.get(value.name)):
                 self._convert(value, step)
                 del self.values[value.name, step.source]
 
     def _scheduled(self, what: Op | Bucket | ConversionEvent) -> None:
-        """Emit what the schedule has next."""
+        """Emit the next event of the schedule."""
         if isinstance(what, Op):
             self._op(what)
         elif isinstance(what, Bucket):
@@ -172,7 +171,7 @@ class _Emitter:
     def _node(
         self, kind: str, target: Target, args: tuple[object, ...], name: str, kwargs: dict[str, object] | None = None
     ) -> fx.Node:
-        """A new node in the present section."""
+        """A new node in the current section."""
         node = self.graph.create_node(kind, target, args, kwargs or {}, name)  # type: ignore[arg-type]
         node.meta["section"] = self.section
         return node
@@ -181,7 +180,7 @@ class _Emitter:
         return self._node("call_function", call.function, call.args, name, call.kwargs)
 
     def _value(self, name: str, layout: Layout) -> fx.Node:
-        """The value in this layout; what is stored is read where it is first used."""
+        """The value in this layout; stored tensors are read at their first use."""
         if (name, layout) not in self.values:
             self._stored(self.program.values[name])
         return self.values[name, layout]
@@ -207,7 +206,7 @@ class _Emitter:
         return node
 
     def _attribute(self, path: str, name: str) -> fx.Node:
-        """A parameter or buffer of the module, by a function call where Python or fx has another use for its name."""
+        """A parameter or buffer of the module, by a function call if its name means something else to Python or fx."""
         if is_attribute(path, TAKEN):
             return self._node("get_attr", path, (), name)
         table = "_modules"
@@ -299,7 +298,7 @@ class _Emitter:
         return self._node("call_function", random.seeded, seeded, identifier(op.name), named)
 
     def _switch(self, op: Op, arguments: list[object], named: dict[str, object]) -> None:
-        """Let the flag of an op follow the module's, or its rate where it has no flag; what is off stays off."""
+        """Make the flag of an op, or its rate if it has no flag, follow the module's; off stays off."""
         flag, rate = training_flag(op), row_of(op).rate
         if not flag and not (rate and is_random(op, self.fits[op.name])):
             return
@@ -339,7 +338,7 @@ class _Emitter:
         self.values[name, layout] = node
 
     def _argument(self, argument: Argument, feed: Iterable[fx.Node]) -> object:
-        """An argument as fx takes it: nodes for values, in order; this rank's device for devices; lists for tuples."""
+        """Convert an argument for fx: nodes for values, in order; this rank's device for devices; lists for tuples."""
         if isinstance(argument, tuple):
             return [self._argument(part, feed) for part in argument]
         if isinstance(argument, Ref):

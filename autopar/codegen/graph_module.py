@@ -1,6 +1,6 @@
-"""An `fx.GraphModule` that is named, called, copied and saved like the module that it stands for.
+"""An `fx.GraphModule` that is named, called, copied and saved like the original module.
 
-fx's own takes over only what its graph refers to, calls the emitted code as its `forward`, and refuses some names.
+fx's own keeps only what its graph refers to, runs the emitted code as its `forward`, and refuses some names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keep
 
 
 class Submodule(nn.Module):
-    """A submodule, which holds what its namesake held, and has no code of its own: that is in the graph of the whole."""
+    """A submodule that holds its namesake's tensors, but has no code: that is in the graph of the whole."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError(
@@ -33,13 +33,13 @@ class Submodule(nn.Module):
         )
 
     def _apply(self, fn: Change, recurse: bool = True) -> Self:
-        """What `to`, `half`, `cuda` and the like do to every tensor, unless it is a cast."""
+        """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
         _refuse_cast(self, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class GraphModule(fx.GraphModule):
-    """A module that runs a graph on flat tensors; what it holds is added by `hold`."""
+    """A module that runs a graph on flat tensors; `hold` adds its parameters and buffers."""
 
     emitted: Callable[..., Sequence[torch.Tensor]]  # what this rank runs, on flat tensors
 
@@ -73,7 +73,7 @@ class GraphModule(fx.GraphModule):
                 root._non_persistent_buffers_set.add(leaf)
 
     def _apply(self, fn: Change, recurse: bool = True) -> Self:
-        """What `to`, `half`, `cuda` and the like do to every tensor, unless it is a cast."""
+        """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
         _refuse_cast(self, fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -87,7 +87,7 @@ class GraphModule(fx.GraphModule):
         return super().apply(fn)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A module with its own parameters in the same processes; fx would copy only what the graph refers to."""
+        """A module with its own copies of parameters in the same processes; fx would copy only what the graph refers to."""
         copied: Self = type(self).__new__(type(self))
         memo[id(self)] = copied
         # torch copies no DTensor whose local part begins inside its storage, as a gradient within its bucket does
@@ -115,9 +115,9 @@ class GraphModule(fx.GraphModule):
         )
 
     def recompile(self) -> PythonCode:
-        """Compile the emitted code as `emitted`: fx makes it the `forward` of a class that every module has of its own.
+        """Compile the emitted code as `emitted`: fx would make it the `forward` of a class per module.
 
-        So the module is called as the user's was, and its hooks see what that one's would.
+        So the module is called like the user's, and its hooks see the same.
         """
         code = super().recompile()
         own = type(self)
@@ -127,7 +127,7 @@ class GraphModule(fx.GraphModule):
 
 
 def _refuse_cast(module: nn.Module, change: Change) -> None:
-    """Raise InputError if a function of tensors changes the dtype of what a module holds, which is still as it was."""
+    """Raise InputError, before anything changes, if a function of tensors would cast what a module holds."""
     held = dict.fromkeys((tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers()))
     for dtype, device in held:
         to = change(torch.empty(0, dtype=dtype, device=device)).dtype

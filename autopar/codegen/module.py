@@ -32,7 +32,7 @@ from autopar.runtime.streamed_load import fill
 
 
 class ParallelModule(ProgramModule):
-    """One rank's part of a parallel model, built by `autopar.parallelize`. The attribute `autopar` has everything of ours."""
+    """One rank's part of a parallel model, built by `autopar.parallelize`. Its attribute `autopar` holds the rest."""
 
     def __init__(self, graph: fx.Graph, program: Program, tensors: Mapping[str, torch.Tensor], state: ModuleState) -> None:
         super().__init__(graph, "ParallelModule")
@@ -53,8 +53,8 @@ class ParallelModule(ProgramModule):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the forward of a training or evaluation step on the *global* batch; every rank passes the same arguments.
 
-        A module that was parallelized with `inputs="sharded"` takes this rank's parts, as `shard` gives them, or DTensors.
-        Scalars are returned as plain tensors, outputs that the plan leaves split as DTensors.
+        A module parallelized with `inputs="sharded"` takes this rank's parts, as returned by `shard`, or DTensors. Scalars are
+        returned as plain tensors, split outputs as DTensors.
 
         Raises:
             InputError: the arguments do not match the planned call, or an attribute was set since the model was captured.
@@ -69,7 +69,7 @@ class ParallelModule(ProgramModule):
 
         Gradients are accumulated in `.grad`. The loss is the output named "loss", or else the only scalar. Calling the module
         and then `backward()` gives the same gradients, but runs all forwards first and needs the memory of all micro-batches.
-        Hooks of the module are of its call, which a step is not; those of parameters see the gradient of the batch.
+        A step is not a call, so hooks of the module do not run; hooks of parameters see the gradient of the batch.
 
         Args:
             args, kwargs: those of the module's own call.
@@ -106,13 +106,13 @@ class ParallelModule(ProgramModule):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile calls and steps in place, by `torch.compile` with these arguments.
 
-        What is compiled is the program of one micro-batch, whole, and its backward; checks of a call, weights that the
-        micro-batches share and the structure of its results stay around it. Eager remains what cannot be traced: plans that
-        offload activations or have weights on the host.
+        The program of one micro-batch is compiled as a whole, with its backward; call checks, weights shared by micro-batches
+        and the structure of results stay outside. Plans that cannot be traced run eagerly: those that offload activations or
+        have weights on the host.
 
         Args:
-            args, kwargs: as `torch.compile` takes them: `backend`, `mode`, `fullgraph`, `options`, ... For Inductor on CUDA,
-                without `mode` and `options`, the options are `autopar.inductor_options()`.
+            args, kwargs: those of `torch.compile`: `backend`, `mode`, `fullgraph`, `options`, ... For Inductor on CUDA, without
+                `mode` and `options`, the options are `autopar.inductor_options()`.
         """
         kwargs = self._compiling(args, kwargs)
         super().compile(*args, **kwargs)
@@ -128,11 +128,11 @@ class ParallelModule(ProgramModule):
         return self.autopar.signature.rebuild(outputs)
 
     def shard(self, batch: object, *, samples: bool = False) -> object:
-        """What this rank gives to a call, of the whole batch: its parts, or all of it if the module takes inputs whole.
+        """This rank's arguments of a call for the whole batch: its parts, or all of it if the module takes inputs whole.
 
         Args:
-            batch: the whole batch as a call takes it: a tensor, a tuple of arguments, or a mapping of keywords.
-            samples: the batch has this rank's samples only, as `sampler` loads them, and is cut in its other dims.
+            batch: the whole batch: a tensor, a tuple of arguments, or a mapping of keywords.
+            samples: the batch has only this rank's samples, as loaded by `sampler`, and is cut in its other dims.
 
         Raises:
             InputError: a tensor cannot be cut as the plan splits it.
@@ -141,48 +141,49 @@ class ParallelModule(ProgramModule):
         return state.signature.mapped(batch, lambda path, tensor: state.inputs.part(path, tensor, samples=samples))
 
     def gather(self, results: object) -> Any:
-        """What a call without gradients returned, whole on every rank; every rank calls it.
+        """Gather the results of a call without gradients, whole on every rank; every rank calls it.
 
-        DTensors become plain tensors, and all ranks of a pipeline get what those of its last stage have.
+        DTensors become plain tensors, and all ranks of a pipeline get the results of its last stage.
 
         Args:
-            results: tensors, in whatever containers: all that was returned, or a part of it.
+            results: tensors in any containers: everything returned, or a part of it.
         """
         return pytree.tree_map_only(torch.Tensor, full_tensor, results)
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples of a batch this rank gives, of `data_world`; 0 if the module takes inputs whole."""
+        """The index of this rank's share of the samples, out of `data_world`; 0 if the module takes inputs whole."""
         return self.autopar.inputs.rank
 
     @property
     def data_world(self) -> int:
-        """Among how many the samples of a batch are divided; 1 if the module takes inputs whole."""
+        """The number of shares of a batch's samples; 1 if the module takes inputs whole."""
         return self.autopar.inputs.world
 
     def sampler(self, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> BatchSampler:
-        """The `batch_sampler` of a DataLoader that loads this rank's samples of every batch, of the planned size.
+        """A `batch_sampler` for a DataLoader that loads this rank's samples of every batch, which has the planned size.
 
         Args:
-            dataset: the data set, of which only the length counts.
-            shuffle: draw an order for every epoch (`set_epoch`), the same on every rank.
+            dataset: the data set; only its length is used.
+            shuffle: draw a new order for every epoch (`set_epoch`), the same on every rank.
             seed: of that order.
 
         Raises:
-            InputError: the data set has fewer samples than a batch, or no length.
+            InputError: the data set is smaller than a batch, or has no length.
         """
         return BatchSampler(self.autopar.inputs, dataset, shuffle=shuffle, seed=seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        """Load whole tensors, of which each rank takes its part, or DTensors; like that of every module.
+        """Load whole tensors, of which each rank takes its part, or DTensors; otherwise as for every module.
 
         Args:
-            state_dict: by name; other names, and what is missing, are as for every module.
+            state_dict: tensors by name; unknown and missing names are handled as for every module.
             strict: as for every module.
-            assign: replace parameters by what is given, in the dtype of the plan, and those on meta where the plan stores them.
+            assign: replace parameters by the given tensors, in the plan's dtype; those on meta are created where the plan
+                stores them.
 
         Raises:
-            InputError: without `assign`, a tensor is on meta, where nothing can be loaded.
+            InputError: a tensor is on meta, and `assign` is not set.
         """
         if not isinstance(state_dict, Mapping):
             return super().load_state_dict(state_dict, strict, assign)  # raises what every module does
@@ -198,13 +199,13 @@ class ParallelModule(ProgramModule):
         return loaded
 
     def prewarm(self, **sizes: Sequence[int] | int) -> None:
-        """Capture and emit the modules for these dynamic sizes now, instead of at the first call of each; all ranks call it.
+        """Capture and emit the modules for these dynamic sizes now instead of at their first call; all ranks call it.
 
         Args:
-            sizes: by name of a dynamic size the numbers that will occur, in every combination: `sequence=(64, 128, 256)`.
+            sizes: the values of each dynamic size that will occur, in every combination: `sequence=(64, 128, 256)`.
 
         Raises:
-            InputError: the plan has no such size, or does not allow a number.
+            InputError: the plan has no such size, or does not allow a value.
         """
         for found in [*combinations(self.autopar.signature.sizes, sizes)]:
             self._variant(found)
@@ -217,14 +218,14 @@ class ParallelModule(ProgramModule):
         error_if_nonfinite: bool = False,
         parameters: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the norm before.
+        """Scale all gradients so that their norm is at most `max_norm`; every rank calls it, and gets the previous norm.
 
-        Like `torch.nn.utils.clip_grad_norm_`, and over all stages of a pipeline. With `parameters` theirs alone: of a pipeline
-        those that this rank stores, if there are any.
+        Like `torch.nn.utils.clip_grad_norm_`, but over all stages of a pipeline. With `parameters` only theirs: in a pipeline
+        pass those that this rank stores, if any.
 
         Raises:
-            InputError: other ranks make another call, which would wait for this one, and this one for them; a parameter is
-                not the module's; or a norm is no number, or negative.
+            InputError: other ranks make a different call, which would deadlock; a parameter is not the module's; or a norm is
+                not a number, or is negative.
             RuntimeError: the norm is not finite, if asked to.
         """
         max_norm, norm_type = number_of("max_norm", max_norm, least=0.0), number_of("norm_type", norm_type)
@@ -233,7 +234,7 @@ class ParallelModule(ProgramModule):
         if parameters is not None:
             chosen = {parameters} if isinstance(parameters, torch.Tensor) else set(parameters)
             if not chosen.issubset(clipped.values()):
-                raise InputError("a parameter whose gradient is to be clipped is not the module's", fix="those of parameters()")
+                raise InputError("a parameter to be clipped does not belong to the module", fix="those of parameters()")
             clipped = {name: parameter for name, parameter in clipped.items() if parameter in chosen}
         norm = self._gradient_norm(clipped, norm_type)
         if error_if_nonfinite and not norm.isfinite():
@@ -246,7 +247,7 @@ class ParallelModule(ProgramModule):
 
     @property
     def local_buffers(self) -> dict[str, torch.Tensor]:
-        """What this rank stores of every buffer, under every name."""
+        """This rank's part of every buffer, under every name."""
         return {name: to_local(buffer) for name, buffer in self.named_buffers(remove_duplicate=False)}
 
     def _loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -261,13 +262,13 @@ class ParallelModule(ProgramModule):
         return scalars["loss"] if "loss" in scalars else next(iter(scalars.values()))
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a step as its backward takes it."""
+        """The loss of a step, scaled for its backward."""
         scaler = self.autopar.scaler
         return loss if scaler is None else scaler.scale(loss)
 
     @around
     def accumulate(self, inputs: Sequence[torch.Tensor], loss: Callable[[Sequence[torch.Tensor]], torch.Tensor | None]) -> None:
-        """Forward and backward of one micro-batch after the other; `loss` maps outputs to what is differentiated."""
+        """Run forward and backward of one micro-batch after the other; `loss` maps outputs to the differentiated value."""
         serving, tensors = self._agreed("a step", lambda: inputs)
         serving._accumulate(tensors, loss, self.autopar.agreement)
 
@@ -308,7 +309,7 @@ class ParallelModule(ProgramModule):
         return self.autopar.signature.bind(args, kwargs, self.autopar.inputs.local)
 
     def _serving(self, inputs: Sequence[torch.Tensor]) -> ParallelModule:
-        """The module for the present mode and the inputs' sizes, over the same parameters; often this one."""
+        """The module for the current mode and the inputs' sizes, over the same parameters; often this one."""
         state = self.autopar
         if self.training == state.mode or state.other is None:
             return self._sized(inputs)
@@ -333,5 +334,5 @@ class ParallelModule(ProgramModule):
 
 
 def _alike(given: object, stored: torch.Tensor) -> bool:
-    """Whether what was given for a stored tensor is a tensor of its shape."""
+    """Whether the value given for a stored tensor is a tensor of its shape."""
     return isinstance(given, torch.Tensor) and given.shape == stored.shape

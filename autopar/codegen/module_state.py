@@ -1,4 +1,4 @@
-"""What a parallel module knows beside its parameters: its plan and call, and the objects that emitted code passes on."""
+"""The state of a parallel module besides its parameters: plan, signature, and the objects that emitted code uses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OutputLayout:
 
 
 class ModuleState:
-    """The state of a parallel module beside its parameters: `axes.NAME`, and three objects that emitted code passes on.
+    """The state of a parallel module besides its parameters: `axes.NAME`, and three objects that emitted code uses.
 
     `steps` cuts the batch into micro-batches; None if there is one.
     """
@@ -98,7 +98,7 @@ class ModuleState:
         self.sized, self.signature = sized, replace(self.signature, sizes=sizes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModuleState:
-        """A state with its own random state, and without what belongs to a forward in progress."""
+        """A copy with its own random state, and without the state of a forward in progress."""
         copied = copy.copy(self)
         own = self.rng_state, self.rematerializer, self.accumulator, self.deferred
         copied.rng_state, copied.rematerializer, copied.accumulator, copied.deferred = copy.deepcopy(own, memo)
@@ -108,7 +108,7 @@ class ModuleState:
 
 
 def axis_names(context: Context) -> dict[str, str]:
-    """What axes are called in emitted code, those of the mesh and flattened ones, by their names."""
+    """Identifiers of axes in emitted code, plain and flattened, by name."""
     return identifiers(axis.name for axis in context.known_axes)
 
 

@@ -26,7 +26,7 @@ def identifier(name: str) -> str:
 
 
 def identifiers(names: Iterable[str]) -> dict[str, str]:
-    """A valid Python name for each of several different names; those of names that are too alike are numbered."""
+    """A valid Python name for each of several different names; clashes are numbered."""
     found: dict[str, str] = {}
     for name in names:
         plain, taken = identifier(name), set(found.values())
@@ -36,7 +36,7 @@ def identifiers(names: Iterable[str]) -> dict[str, str]:
 
 
 def attributes(module: type[fx.GraphModule]) -> frozenset[str]:
-    """The attributes that instances of a class have of their own, which hide the user's: methods, and what is declared."""
+    """The attributes of a class's instances that would hide the user's: methods and declared attributes."""
     declared = (name for base in module.__mro__ for name in vars(base).get("__annotations__", ()))
     return frozenset((*dir(fx.GraphModule(nn.Module(), fx.Graph())), *dir(module), *declared))
 
@@ -44,8 +44,8 @@ def attributes(module: type[fx.GraphModule]) -> frozenset[str]:
 def is_attribute(path: str, taken: frozenset[str]) -> bool:
     """Whether emitted code can access a parameter or buffer as an attribute.
 
-    So it is if every part of its name is of ASCII letters, digits and underscores (of other letters Python makes one where they
-    look alike: NFKC), no keyword, and no attribute that the emitted module (`taken`), or a plain one inside it, has of its own.
+    That is if every part of its name consists of ASCII letters, digits and underscores (Python merges other letters that look
+    alike: NFKC), and is neither a keyword nor an attribute of the emitted module (`taken`), or of a plain one inside it.
     """
     first, *rest = path.split(".")
     plain = all(re.fullmatch(r"\w+", part, re.ASCII) and not keyword.iskeyword(part) for part in (first, *rest))

@@ -1,8 +1,8 @@
-"""The module of one rank of a pipeline: the stages of the rank, each a parallel module over the parameters of this one.
+"""The module of one pipeline rank: its stages, each a parallel module over the parameters of this one.
 
-A stage's module is what any parallel module is, on the mesh without the pipeline's axis; it is called with this rank's parts of
-what the stage before has sent. This module has their parameters under the original names, takes the batch, and runs the actions
-of its rank.
+A stage's module is an ordinary parallel module on the mesh without the pipeline's axis; it is called with this rank's parts of
+the values sent by the previous stage. The rank's module has the parameters of its stages under their original names, takes the
+batch, and runs the actions of its rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModule:
-    """A stage of this rank: its module and program, and the parts that it receives and sends."""
+    """A stage on this rank: its module and program, and the parts that it receives and sends."""
 
     module: ParallelModule
     program: Program
@@ -57,8 +57,9 @@ class StageModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineParts:
-    """What a rank knows of its pipeline: its own stages by number, and the program of a micro-batch that is cut into all, with
-    those of its inputs that the rank has."""
+    """A rank's view of its pipeline: its own stages by number, and the whole program of a micro-batch, with the inputs that the
+    rank has.
+    """
 
     pipeline: Pipeline
     rank: PipelineRank
@@ -79,13 +80,13 @@ class PipelineParts:
         return {name for stored in held if stored.persistent for name in stored.names}
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineParts:
-        """Parts of the same plan and rank, with modules of their own."""
+        """A copy for the same plan and rank, with its own modules."""
         copied = {number: replace(one, module=copy.deepcopy(one.module, memo)) for number, one in self.stages.items()}
         return replace(self, stages=copied)
 
 
 class PipelineState(ModuleState):
-    """The state of a module in stages: its stages, what they run, and what is known of its last call."""
+    """The state of a module in stages: its stages, what they run, and facts about the last call."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class PipelineState(ModuleState):
         self.tied = {name: of for name, of in sorted(stages.pipeline.tied.items()) if name in with_gradient}
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineState:
-        """A state with stages of its own, which are compiled anew."""
+        """A copy with its own stages, which are compiled again."""
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, PipelineState)
         copied.stages, copied.compiler = copy.deepcopy(self.stages, memo), None
@@ -117,7 +118,7 @@ class PipelineState(ModuleState):
 class PipelineModule(ParallelModule):
     """One rank's stages of a parallel model in a pipeline, built by `autopar.parallelize`.
 
-    Every rank of the mesh calls it with the global batch. A call with gradients runs the backward too, and `loss.backward()`
+    Every rank of the mesh calls it with the global batch. A call with gradients also runs the backward, and `loss.backward()`
     hands its gradients over; `step` does both at once. `code` is that of the rank's first stage.
     """
 
@@ -136,18 +137,18 @@ class PipelineModule(ParallelModule):
         """Run the model on the *global* batch, by the plan's schedule; every rank passes the same arguments.
 
         Scalars are returned on every rank. Other outputs are returned on the ranks of the last stage, and None elsewhere; with
-        gradients they are None on all ranks, as no rank then holds those of more than one micro-batch.
+        gradients they are None on all ranks, since then no rank holds more than one micro-batch's.
 
         With gradients, forwards and backwards alternate: both have run when the call returns. `loss.backward()` adds the
-        gradients to `.grad`, times what the loss was multiplied by in between; until then they are held beside those there.
+        gradients to `.grad`, times any factor that the loss was multiplied by; until then they are held separately.
 
         Raises:
-            InputError: the arguments do not match the planned call; or it is in a checkpoint that is not reentrant.
+            InputError: the arguments do not match the planned call; or it is inside of a checkpoint that is not reentrant.
             RankError: a stage failed, here or on another rank.
         """
         if saves_for_checkpoint():
             raise InputError(
-                "a call of pipeline stages in torch.utils.checkpoint: it runs its backward, in which it would be made again",
+                "pipeline stages cannot be called in torch.utils.checkpoint: the call runs its backward, which would repeat it",
                 fix='call it outside, and plan with recompute="blocks"; or checkpoint(..., use_reentrant=True)',
             )
         found: list[Sequence[torch.Tensor | None]] = []
@@ -169,11 +170,11 @@ class PipelineModule(ParallelModule):
         return serving.autopar.signature.rebuild(joined)
 
     def _hooks_once(self) -> AbstractContextManager[None]:
-        """Around a step: hooks see what all micro-batches add up to, and all stages that share a parameter."""
+        """Around a step: hooks see the sum over all micro-batches, and over all stages that share a parameter."""
         return hooks_once(self.parameters(), self.autopar.stepped)
 
     def _computed(self, step: Callable[[], None]) -> tuple[ComputedGradients, list[nn.Parameter]]:
-        """The gradients that a step adds up, which is run here, and the parameters of which they are."""
+        """Run a step; returns the gradients that it accumulates, and their parameters."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         with set_aside(trained):
             step()
@@ -185,8 +186,8 @@ class PipelineModule(ParallelModule):
     def step(self, *args: object, **kwargs: object) -> torch.Tensor:
         """Forward and backward of a training step on the *global* batch, by the plan's schedule; every rank gets the loss.
 
-        Gradients are accumulated in `.grad`; those of parameters that several stages read are added up. With
-        `inputs="sharded"` a rank gives its part of the batch, in all stages the same for one `data_rank`.
+        Gradients are accumulated in `.grad`; those of parameters that several stages read are summed. With `inputs="sharded"` a
+        rank passes its part of the batch, the same in all stages for one `data_rank`.
 
         Args:
             args, kwargs: those of the module's own call.
@@ -213,9 +214,9 @@ class PipelineModule(ParallelModule):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the programs of this rank's stages in place, by `torch.compile` with these arguments; all ranks call it.
 
-        Each is that of one micro-batch, whole, and its backward; actions of the schedule and messages stay around it. Gradients
-        that are accumulated over micro-batches are reduced when the step ends: the last forward, whose graph would take the
-        sum of the others, may run before these have it.
+        Each is the whole program of one micro-batch, with its backward; the schedule's actions and messages stay outside.
+        Gradients accumulated over micro-batches are reduced when the step ends: the last forward, whose graph would take the
+        sum of the others, may run before that sum exists.
 
         Args:
             args, kwargs: as without stages.
@@ -236,7 +237,7 @@ class PipelineModule(ParallelModule):
             stage.module.autopar.accumulator.defer_all = True
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """The outputs of all micro-batches, which the last stage has, joined as the user gets them."""
+        """The last stage's outputs of all micro-batches, joined for the user."""
         parts = self.autopar.stages
         last = parts.stages.get(parts.pipeline.order.stages - 1)
         joined: list[torch.Tensor | None] = [*last.module.joined(outputs)] if last else [None] * len(parts.outputs)
@@ -246,9 +247,9 @@ class PipelineModule(ParallelModule):
         return joined
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        """Load what this rank stores, from tensors of the whole model or of its stages alone.
+        """Load this rank's tensors, from those of the whole model or of its stages only.
 
-        Raises RuntimeError as every module does; of a whole model's tensors, on every rank for all that is missing.
+        Raises RuntimeError as every module does; for a whole model's tensors, on every rank for everything missing.
         """
         elsewhere = self.autopar.stages.saved.difference(self.state_dict())
         own = {name: given for name, given in state_dict.items() if name not in elsewhere}
@@ -262,14 +263,14 @@ class PipelineModule(ParallelModule):
         return _IncompatibleKeys([*missing, *lacking], unexpected)
 
     def gather(self, results: object) -> Any:
-        """What a call without gradients returned, whole on every rank: that of the ranks of the last stage."""
+        """Gather the results of a call without gradients, which the last stage has, whole on every rank."""
         order = self.autopar.stages.pipeline.order
         return self.autopar.stages.rank.results_from(super().gather(results), order.rank_of[order.stages - 1])
 
     def _accumulate(
         self, inputs: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None], agreement: CallAgreement
     ) -> None:
-        """A step by the schedule; `loss` is called on the ranks of the last stage."""
+        """Run a step by the schedule; `loss` is called on the ranks of the last stage."""
         agreement.settle()
         order, held = self.autopar.stages.pipeline.order, dict(self.named_parameters(remove_duplicate=False))
         tied = [
@@ -301,7 +302,7 @@ class PipelineModule(ParallelModule):
     def _run(
         self, schedule: PipelineSchedule, tensors: Sequence[torch.Tensor], loss: Callable[[Tensors], torch.Tensor | None]
     ) -> None:
-        """Run this rank's actions of a schedule, with its messages, on the micro-batches of a batch."""
+        """Run this rank's actions and messages of a schedule on the micro-batches of a batch."""
         parts, state = self.autopar.stages, self.autopar
         given = [dict(zip(parts.inputs, part, strict=True)) for part in self._parts(tensors)]
         first = state.rng_state.call
@@ -347,14 +348,14 @@ class PipelineModule(ParallelModule):
 
 
 def _forwards(order: PipelineSchedule) -> PipelineSchedule:
-    """The forwards of a schedule alone."""
+    """The schedule with only its forwards."""
     return PipelineSchedule(
         ranks=tuple(tuple(one for one in actions if one.kind == ActionKind.FORWARD) for actions in order.ranks)
     )
 
 
 def _stored_by(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
-    """What a rank stores of a program's tensors, in the program's order: a program without ops."""
+    """The tensors of a program that a rank stores, in the program's order, as a program without ops."""
     parameters, buffers = (
         tuple(stored for stored in held if stored.value.name in tensors) for held in (program.parameters, program.buffers)
     )

@@ -1,6 +1,6 @@
-"""The emitted graph run node by node under `torch.profiler`, with a range for each module that it was captured from.
+"""Runs the emitted graph node by node under `torch.profiler`, with a range for each captured module.
 
-The same calls in the same order as the emitted code, which has no ranges: they would cost time when nobody looks.
+It makes the same calls in the same order as the emitted code, which has no ranges because they would cost time in every run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.runtime.profiler_ranges import BackwardRange, named_range
 
 
 class ProfiledRun(fx.Interpreter):
-    """One forward of a module's graph in ranges: "h.0.mlp", and in the backward "h.0.mlp (backward)"."""
+    """One forward of a module's graph with ranges: "h.0.mlp", and in the backward "h.0.mlp (backward)"."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the emitted code returns for these inputs."""
+        """The emitted code's outputs for these inputs."""
         found: Sequence[torch.Tensor] = self.run(*inputs, enable_io_processing=False)
         return found
 

@@ -1,4 +1,4 @@
-"""How a module runs its emitted program: one micro-batch after the other, forward or both passes, eager or compiled."""
+"""Runs a module's emitted program: one micro-batch after the other, forward or both passes, eager or compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.runtime.storage import to_dtensor
 
 
 class ProgramModule(GraphModule):
-    """One rank's emitted program over what it stores."""
+    """One rank's emitted program over its stored tensors."""
 
     autopar: ModuleState
 
@@ -56,7 +56,7 @@ class ProgramModule(GraphModule):
 
     @eager
     def _share_weights(self) -> None:
-        """Make what all micro-batches of this step read, before the first of them is traced."""
+        """Compute the weights that all micro-batches of this step share, before the first of them is traced."""
         with self.autopar.accumulator.no_sync():
             fx.Interpreter(self, graph=self.autopar.shared_weights).run()
 
@@ -68,7 +68,7 @@ class ProgramModule(GraphModule):
 
     @eager
     def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """The outputs of all micro-batches joined, as the user gets them; None of those that were not kept."""
+        """The outputs of all micro-batches, joined for the user; None for those that were not kept."""
         steps, state = self.autopar.steps, self.autopar
         return [
             to_dtensor(result, output.shape, output.layout, state.context) if output.split and result is not None else result
@@ -85,7 +85,7 @@ class ProgramModule(GraphModule):
 
     @around
     def _checked(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward of one micro-batch, in which what was assumed holds."""
+        """The forward of one micro-batch, with its assumptions checked."""
         outputs = self._once(inputs)
         if self.autopar.signature.returned.assumed:
             _check(self.autopar.signature.returned, outputs)
@@ -104,7 +104,7 @@ class ProgramModule(GraphModule):
         return self._program(inputs)
 
     def _program(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The emitted program, which is what `torch.compile` traces, and its backward, which may recompute."""
+        """Run the emitted program, the part that `torch.compile` traces; its backward may recompute."""
         if not (self.autopar.recomputes and torch.is_grad_enabled()):
             return self._emitted(inputs)
         if torch.compiler.is_compiling():
@@ -119,5 +119,5 @@ class ProgramModule(GraphModule):
 
 @eager
 def _check(returned: ReturnSpec, outputs: Sequence[torch.Tensor]) -> None:
-    """Every rank has these scalars whole, so all of them raise."""
+    """Raise if an assumption fails: every rank has these scalars whole, so all of them raise."""
     returned.check(outputs)

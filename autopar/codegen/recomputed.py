@@ -1,4 +1,4 @@
-"""Which values a plan recomputes, or offloads, so that ops on views of them must be recomputed too."""
+"""Which values a plan recomputes or offloads, so that ops on views of them must be recomputed too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.search_space.assignment import Assignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedValues:
-    """Answers for one program under one assignment."""
+    """Which values of one program are recomputed under one assignment."""
 
     program: Program
     assignment: Assignment
@@ -21,8 +21,8 @@ class RecomputedValues:
     def repeats(self, op: Op) -> bool:
         """Whether an op is called so that the backward can repeat it.
 
-        That is so if the plan says it, and for an op that views or copies, depending on strides, a value that is recomputed: a
-        copy of such a value would otherwise be saved.
+        That is if the plan recomputes it, or if it views or, depending on strides, copies a recomputed value: otherwise a copy
+        of that value would be saved.
         """
         views = may_copy(op) and view_of(op, self.program.values)
         return op.name in self.assignment.recompute.ops or (views and self._first_operand(op))

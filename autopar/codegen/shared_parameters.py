@@ -1,4 +1,4 @@
-"""Models that share parameters: of each, a parallel module has its own."""
+"""Detects models that share parameters: each parallel module has its own copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _made: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
 
 
 def remember(model: nn.Module, parallel: nn.Module) -> None:
-    """Note of what model a parallel module was made."""
+    """Record the model that a parallel module was made from."""
     _made[parallel] = weakref.ref(model), tuple(map(weakref.ref, model.parameters()))
 
 
 def warn_of_shared_parameters(model: nn.Module) -> None:
-    """Warn of trained parameters that a model shares with one of which there is a parallel module, where both have others too:
-    one that contains the other may be compared with it."""
+    """Warn if a model shares trained parameters with one that is already parallel, and both have others too: a model that
+    contains the other may just be compared with it.
+    """
     own = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for source, references in _made.values():
         known = {id(parameter) for reference in references if (parameter := reference()) is not None}

@@ -29,7 +29,7 @@ WIDTH = 110  # of a line, where brackets allow to break it
 
 
 class CodeGraph(fx.Graph):
-    """A graph whose code is written for people; `node.meta["section"]` is the comment above a node's line."""
+    """A graph with readable code; `node.meta["section"]` is the comment above a node's line."""
 
     def __deepcopy__(self, memo: dict[int, object] | None = None) -> CodeGraph:
         copied = super().__deepcopy__(memo)
@@ -37,7 +37,7 @@ class CodeGraph(fx.Graph):
         return copied  # type: ignore[return-value]
 
     def python_code(self, root_module: str, **options: Any) -> PythonCode:
-        """The code as fx writes it, with our functions under their own names, imports, comments and short lines."""
+        """fx's code with short names of our functions, imports, comments and wrapped lines."""
         code = super().python_code(root_module, **options)
         code.globals = {self._short(name, held): held for name, held in code.globals.items()}
         body = [*self._commented(self._renamed(code.src.strip("\n"), code.globals).split("\n"))]
@@ -45,7 +45,7 @@ class CodeGraph(fx.Graph):
         return code
 
     def _short(self, name: str, held: object) -> str:
-        """The own name of one of our functions, unless a node has it."""
+        """The short name of one of our functions, unless a node has it."""
         own = getattr(held, "__name__", name)
         return own if _ours(held) and all(node.name != own for node in self.nodes) else name
 
@@ -59,7 +59,7 @@ class CodeGraph(fx.Graph):
         return re.sub(rf"{STRING}|\b(?:{modules})_(\w+)(?=\()", short, source) if modules else source
 
     def _commented(self, lines: list[str]) -> Iterator[str]:
-        """The lines, made short, with each section's name before its first line."""
+        """The lines, wrapped, with each section's name before its first line."""
         sections = {node.name: node.meta.get("section") for node in self.nodes}
         current = None
         for line in lines:
@@ -76,7 +76,7 @@ def _ours(held: object) -> bool:
 
 
 def _split_deletion(line: str) -> list[str]:
-    """fx frees values behind the last use of them, `y = f(x);  x = None`; `del x` on a line of its own does the same."""
+    """Rewrite how fx frees values after their last use, `y = f(x);  x = None`, as `del x` on its own line."""
     match = re.fullmatch(r"(\s+)(.*);  ((?:\w+ = )+)None", line)
     if match is None:
         return [line]
@@ -85,7 +85,7 @@ def _split_deletion(line: str) -> list[str]:
 
 
 def _wrapped(line: str) -> Iterator[str]:
-    """A line that is too long, broken between the items of its last bracket; several items may share a line."""
+    """Wrap a long line between the items of its last bracket; several items may share a line."""
     indent = len(line) - len(line.lstrip())
     opened = _last_bracket(line) if len(line) > WIDTH else None
     if len(line) <= WIDTH or (opened is None and not line.lstrip().startswith("del ")):
@@ -122,12 +122,12 @@ def _filled(text: str, indent: int) -> Iterator[str]:
 
 
 def _marks(text: str) -> Iterator[tuple[int, str]]:
-    """The brackets and commas of a piece of Python outside of string literals, with their places."""
+    """The brackets and commas of a piece of Python outside of string literals, with their positions."""
     return ((found.start(), found[0]) for found in MARK.finditer(text) if found[0][0] not in "'\"")
 
 
 def _last_bracket(text: str) -> tuple[int, int] | None:
-    """Where the bracket opens and closes that ends a line, except for a comma or colon behind it; None if there is none."""
+    """The start and end of the bracket that ends a line, ignoring a comma or colon behind it; None if there is none."""
     stack, last = [], None
     for place, character in _marks(text):
         if character in "([{":
@@ -141,7 +141,7 @@ def _last_bracket(text: str) -> tuple[int, int] | None:
 
 
 def _items(text: str) -> list[str]:
-    """The parts of a text between the commas that are in no bracket."""
+    """The parts of a text between commas outside of brackets."""
     depth, cuts = 0, [-1]
     for place, character in _marks(text):
         depth += (character in "([{") - (character in ")]}")

@@ -1,4 +1,4 @@
-"""What modules do to state dicts, which a parallel model does not: its own has what is stored, under the model's names."""
+"""State dict hooks of the model, which a parallel module does not run: it saves stored tensors under the model's names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _METHODS = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_
 
 
 def warn_of_state_dict_hooks(model: nn.Module) -> None:
-    """Warn of modules with hooks of state dicts, extra state or a way of their own to load; torch's own, which read files of
-    older versions, say nothing."""
+    """Warn about modules with state dict hooks, extra state or custom loading; torch's own hooks, which read files of older
+    versions, are ignored.
+    """
     if found := [name for path, module in model.named_modules() for name in _own(path or type(model).__name__, module)]:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         warnings.warn(

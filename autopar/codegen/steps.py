@@ -14,9 +14,9 @@ from autopar.ir.training_step import MicrobatchLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How a step runs the emitted graph once per micro-batch, after `hoisted`, the graph of what is computed once per step.
+    """How a step runs the emitted graph once per micro-batch, after `hoisted`, the graph that runs once per step.
 
-    The inputs at the places `gathered` are whole for that: all ranks gather the same ones, whatever they hoist.
+    The inputs at the indices `gathered` are whole for that: all ranks gather the same ones, whatever they hoist.
     """
 
     loop: MicrobatchLoop
@@ -34,7 +34,7 @@ class Steps:
         return [[shard(tensor, (state,), (runs,), (run,)) for tensor, state in given] for run in range(runs)]
 
     def join(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """The outputs for the whole batch from those of all micro-batches; None of those that were not kept."""
+        """Join the outputs of all micro-batches for the whole batch; None for those that were not kept."""
         return [_joined(parts, state) for parts, state in zip(zip(*outputs, strict=True), self.loop.outputs, strict=True)]
 
 

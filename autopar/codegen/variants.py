@@ -1,4 +1,4 @@
-"""The modules of a plan for other dynamic sizes, over the same parameters: as many as were used last."""
+"""The modules of a plan for other dynamic sizes, over the same parameters: keeps the most recently used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MOST = 256  # modules that are kept: of each a graph and its code, no weights
 
 
 class Variants(OrderedDict[tuple[int, ...], "ParallelModule"]):
-    """Modules by the numbers of their dynamic sizes, least recently used first."""
+    """Modules by the values of their dynamic sizes, least recently used first."""
 
     def at(
         self, found: tuple[int, ...], usable: Callable[[ParallelModule], bool], build: Callable[[], ParallelModule]
     ) -> ParallelModule:
-        """The module for these numbers, built if there is none that is usable."""
+        """The module for these values, built if there is no usable one."""
         if found not in self or not usable(self[found]):
             self[found] = build()
         self.move_to_end(found)
@@ -32,7 +32,7 @@ class Variants(OrderedDict[tuple[int, ...], "ParallelModule"]):
 
 
 def combinations(sizes: Sequence[Size], asked: Mapping[str, Sequence[int] | int]) -> Iterator[tuple[int, ...]]:
-    """The numbers of all combinations of sizes, those not asked for as in the sample; raises InputError for what cannot be."""
+    """The values of all combinations of sizes, with others as in the sample; raises InputError for invalid ones."""
     if unknown := [name for name in asked if name not in {size.name for size in sizes}]:
         declared = ", ".join(size.name for size in sizes)
         raise InputError(

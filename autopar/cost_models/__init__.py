@@ -1,4 +1,4 @@
-"""Prices, in seconds and bytes, each number with its source.
+"""Cost models: prices in seconds and bytes, each number with its source.
 
 catalog      what a device can do                          device("h100"), device(None, processes=8)
 links        what connects the devices of a mesh axis      connect(mesh, device)

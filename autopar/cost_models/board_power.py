@@ -1,4 +1,4 @@
-"""What the boards of the device catalog draw at most, by their makers' data sheets, for the energy of a step."""
+"""Power limits of the catalog's boards, from their makers' data sheets, for the energy of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOARD_POWER: Mapping[str, float] = {
 
 
 def board_power(device: Device) -> float | None:
-    """Watts that a device draws at most; None for one that is not in the catalog, a CPU among them.
+    """The power limit of a device in watts; None for one that is not in the catalog, such as a CPU.
 
     >>> from autopar.cost_models.catalog import device
     >>> board_power(device("h100"))

@@ -1,4 +1,4 @@
-"""The device catalog: what one accelerator can do, from its maker's data sheet, and what kernels reach of it.
+"""The device catalog: peak rates of each accelerator from its data sheet, and the fractions that kernels reach.
 
 Peaks count a multiply and an add as two operations, without structured sparsity, as torch uses the device by default:
 
@@ -164,12 +164,12 @@ VARIANTS = frozenset({"pcie", "nvl", "ti", "super", "laptop", "mobile", "max"})
 
 
 def device(name: str | Device | None = None, processes: int = 1) -> Device:
-    """The device to plan for: a catalog entry by name, "cpu", a `Device` as it is, or None for what this machine has.
+    """The device to plan for: a catalog entry by name, "cpu", a `Device`, or None for this machine's.
 
-    A name that ends in .json is a file that `python -m autopar.profile` has written.
+    A name ending in .json is a file written by `python -m autopar.profile`.
 
-    `processes` is how many processes share this machine's CPU; its cores and memory are divided among them. An accelerator
-    serves one process. Raises MeshError for a name that is not in the catalog.
+    `processes` is the number of processes that share this machine's CPU, its cores and memory. An accelerator serves one
+    process. Raises MeshError for a name that is not in the catalog.
 
     >>> device("h100").memory // 2**30
     80
@@ -194,13 +194,13 @@ def device(name: str | Device | None = None, processes: int = 1) -> Device:
 
 
 def _accelerator() -> Device:
-    """This machine's CUDA device: the catalog's rates, the memory that the device itself reports."""
+    """This machine's CUDA device: the catalog's rates, with the memory that the device reports."""
     memory = int(torch.cuda.get_device_properties(0).total_memory)
     return recognise(torch.cuda.get_device_name(0), memory)
 
 
 def recognise(name: str, memory: Bytes) -> Device:
-    """The catalog entry of a device as its driver names it, with the memory that it reports.
+    """The catalog entry for a driver's device name, with the memory that the device reports.
 
     Raises MeshError for a device that is not in the catalog.
 
@@ -233,7 +233,7 @@ CPU_LAUNCH: Seconds = 1e-6  # adding two tensors of four elements, measured with
 def cpu(processes: int = 1) -> Device:
     """One process's share of this machine's CPU: cores, clock and memory as the system reports them.
 
-    Nothing is timed, so that the same machine always gets the same plan.
+    Nothing is timed, so the same machine always gets the same plan.
     """
     cores = _cores()
     clock, said = _clock()
@@ -267,7 +267,7 @@ def _cores() -> int:
 
 
 def _clock() -> tuple[float, str]:
-    """Cycles per second, and where the number is from."""
+    """Cycles per second, and the source of the number."""
     scaling = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
     if scaling.exists():
         return float(scaling.read_text()) * 1e3, "cpufreq"

@@ -6,24 +6,24 @@ Operations in MPICH", 2005, for n ranks, messages of latency a, and b bytes in t
     all_reduce      reduce_scatter + all_gather                   Rabenseifner
     all_to_all      (n - 1) a + b (n - 1)/n / bandwidth           pairwise exchange
 
-A link that was measured, or that NCCL drives, has a line of its own per kind. That of NCCL (`nccl`) is, for n ranks on m nodes,
-r of them on each, which share r network cards, at the bus bandwidths and latencies of `autopar.ir.device.Bus`:
+A measured link, or one that NCCL drives, has its own line per kind. That of NCCL (`nccl`) is, for n ranks on m nodes, r of them
+on each, which share r network cards, at the bus bandwidths and latencies of `autopar.ir.device.Bus`:
 
     rate             min(bus[r], r card)                           one ring enters each node once through all of its cards
-    card             bandwidth (1 - 5% log2 m)                     what the network makes of a card
+    card             bandwidth (1 - 5% log2 m)                     a card's rate in the network
     all_gather       a + b (n - 1)/n / rate                        a = base + (n - m) hop + (m - 1) net: a ring has n - 1 steps
     reduce_scatter   the same
     all_reduce       base + 2 (n - 1) hop + 2 b (n - 1)/n / bus[r]           in one node, ring
-                     base + 2 hop + 2 b (n - 1)/n / bus[r]                   in one node, where the switch adds up
+                     base + 2 hop + 2 b (n - 1)/n / bus[r]                   in one node, summed by the switch
                      base + 2 ((r - 1) hop + ceil(log2 m) net) + 2 b (n - 1)/n / min(0.92 bus[r], r card)     double tree
     all_to_all       base + (r - 1) hop + (n - r) net + b max((r - 1)/n / bus[r], (n - r)/n / card)
 
-Two nodes exchange a sum in one step, so that the tree has two cards' rate there. NCCL chooses by size as well; here the
-algorithm depends on ranks and nodes alone, since the integer program needs one line per axis: weights of a bucket share one
-latency (`autopar.formulation.fixed_charges`). A tree is never later than a ring for small messages, at most 8% for large ones.
-Every device has a card of its own, so groups that leave a node at the same time do not slow each other down.
+Two nodes exchange a sum in one step, so the tree has twice a card's rate there. NCCL also chooses by size; here the algorithm
+depends only on ranks and nodes, since the integer program needs one line per axis: weights of a bucket share one latency
+(`autopar.formulation.fixed_charges`). A tree is never later than a ring for small messages, at most 8% for large ones. Every
+device has its own card, so groups that leave a node at the same time do not slow each other down.
 
-Adding up the numbers of a reduction is not counted: it keeps pace with the link.
+The arithmetic of a reduction is not counted: it keeps pace with the link.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def seconds(kind: str, size: _Number, n: int, link: Link) -> _Number:
 
 
 def messages(kind: str, n: int) -> int:
-    """How many messages a rank sends one after the other."""
+    """The number of messages that a rank sends in sequence."""
     doubling = (n - 1).bit_length()  # ceil(log2 n)
     return {"all_gather": doubling, "reduce_scatter": doubling, "all_reduce": 2 * doubling, "all_to_all": n - 1}[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Where the ranks of a group stand: so many in all, on so many nodes, at least `local` of them on each."""
+    """The placement of a group: its number of ranks, of nodes, and at least `local` ranks on each node."""
 
     ranks: int
     nodes: int
@@ -113,7 +113,7 @@ def nccl(group: RankGroup, inner: Link, outer: Link) -> dict[str, tuple[Seconds,
 
 
 def _rate(rates: Mapping[int, float], local: int) -> float:
-    """What a group with so many devices in a node reaches there; one alone sends nothing inside."""
+    """The rate of a group with so many devices in a node; a single one sends nothing inside."""
     if local == 1:
         return math.inf
     return rates[max((size for size in rates if size <= local), default=min(rates))]

@@ -2,10 +2,10 @@
 
     seconds = max(seconds of its operations, bytes / bandwidth, kernels x launch)
 
-S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009. Operations of products and of
-attention take the time of real kernels (`autopar.cost_models.kernels`), and memory gives the share of its bandwidth that such a
-kernel reaches, where the device says what they reach; else peaks are peaks. A measured profile may have a rate for the forward
-and the backward of an operator instead.
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", 2009. If the device has
+efficiencies, products and attention take the time of real kernels (`autopar.cost_models.kernels`), and memory traffic the share
+of the bandwidth that such a kernel reaches; else peaks are used. A measured profile may have a rate for the forward and the
+backward of an operator instead.
 
 Forward: operands are read once, results written once, and so is what autograd keeps inside (a mask, statistics). Operations
 are those of the products that an operator's row names (`autopar.operators.flops`), else one per element. A view costs nothing.
@@ -44,7 +44,7 @@ Shapes = Sequence[Shape]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What kernels do: floating-point operations, bytes moved to and from memory, and how many kernels there are."""
+    """The work of kernels: floating-point operations, bytes moved to and from memory, and the number of kernels."""
 
     flops: int = 0
     bytes: int = 0
@@ -57,7 +57,7 @@ class Work:
 
 
 def roofline(work: Work, arithmetic: Seconds, bandwidth: float, launch: Seconds, addresses: float = math.inf) -> Seconds:
-    """The time of some work whose operations take so long, at so many `addresses` per second; no kernels take no time."""
+    """The time of some work, given the seconds of its operations, at so many `addresses` per second; zero without kernels."""
     moving = (work.bytes - work.strided) / bandwidth + max(work.strided / bandwidth, work.computed / addresses)
     return max(arithmetic, moving, work.kernels * launch) if work.kernels or work.bytes else 0.0
 
@@ -118,11 +118,11 @@ class Pricer:
         return self._seconds(self.gradient(operands, results), operands, results, 1) + sums
 
     def sums(self, operands: Shapes) -> list[int]:
-        """Bytes that adding each of its gradients to those of later ops reads and writes."""
+        """Bytes read and written to add each of its gradients to those of later ops."""
         return [3 * math.prod(operands[p]) * self.operands[p] for p in self.summed]
 
     def _seconds(self, work: Work, operands: Shapes, results: Shapes, way: int) -> Seconds:
-        """At the measured rate if there is one, else as its kernels reach the device's peaks; `way` 0 forward, 1 backward."""
+        """Seconds at the measured rate if there is one, else by its kernels; `way` 0 forward, 1 backward."""
         if self.rates and work.kernels:
             return max(self.amount(work) / self.rates[way], self.device.launch)
         arithmetic = self._arithmetic(work, operands, results, way) if work.flops else 0.0
@@ -150,7 +150,7 @@ class Pricer:
         return all(shape[-1] * size % ALIGNMENT == 0 for shape, size in shapes if len(shape) > 1)
 
     def amount(self, work: Work) -> int:
-        """What a measured rate counts: operations of what consists of products, bytes of other operators."""
+        """The unit of a measured rate: operations for products, bytes for other operators."""
         return work.flops if self.operations is not None else work.bytes
 
     def forward(self, operands: Shapes, results: Shapes) -> Work:
@@ -193,7 +193,7 @@ class Pricer:
         return Work(flops=self.backward_flops(operands, results), bytes=read + sum(written), kernels=bool(written))
 
     def _mask(self, operands: Shapes, results: Shapes) -> int:
-        """Bytes of the mask of a dropout: what is drawn is kept, what is computed inside is computed again."""
+        """Bytes of a dropout's mask: random numbers are kept, other intermediate results are computed again."""
         return self.saved.local_internal(operands, results) if self.draws else 0
 
     def flops(self, operands: Shapes, results: Shapes) -> int:
@@ -231,7 +231,7 @@ class Pricer:
         return Work(flops=self.backward_flops(operands, results), bytes=moved, kernels=1)
 
     def backward_flops(self, operands: Shapes, results: Shapes) -> int:
-        """Operations of one backward, but for adding up the gradients of what is added."""
+        """Operations of one backward, without summing the gradients of added operands."""
         if self.operations is None:
             return self.flops(operands, results)
         products = self.operations(operands, results)
@@ -259,8 +259,8 @@ class Pricer:
 def pricer(op: Op, values: Mapping[str, Value], device: Device) -> Pricer:
     """The pricer of one op on one device; `values` gives its operands. Build it once, call it for each candidate.
 
-    An operator that no row says the operations of is priced by its bytes and one operation per element, or by its formula in
-    torch's flop counter: then its backward is twice its forward, as that of a product is.
+    An operator without operations in its row is priced by its bytes and one operation per element, or by its formula in torch's
+    flop counter: then its backward takes twice its forward, like that of a product.
     """
     row, call = row_of(op), Call.of(op, values)
     backward = op.requires_grad

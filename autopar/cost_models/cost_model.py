@@ -1,4 +1,4 @@
-"""The seam for prices: what a cost model must say, and the one that is used by default.
+"""The interface of cost models, and the default one.
 
 class Congested(CatalogCostModel):
     name = "congested"
@@ -39,15 +39,14 @@ class OpCost(Protocol):
 
 @runtime_checkable
 class CostModel(Protocol):
-    """What everything in a training step costs, in seconds on one device.
+    """Prices of everything in a training step, in seconds on one device.
 
-    A model keeps these laws, on which the integer program rests (`tests/cost_models/test_cost_model.py` checks them):
+    A model must obey these laws, on which the integer program relies (`tests/cost_models/test_cost_model.py` checks them):
 
     - every price is nonnegative;
-    - a collective is affine in bytes, `a + b * size`: what weights of a bucket share is one latency `a`, which the program
-      takes off each of them and charges once (`formulation.fixed_charges`);
-    - a collective is monotone in bytes, and free on an axis of one device;
-    - equal arguments have equal prices: candidates of equal local shapes are priced once.
+    - a collective is affine in bytes, `a + b * size`: weights of a bucket share one latency `a`, which the program subtracts
+    from each of them and charges once (`formulation.fixed_charges`); - a collective is monotone in bytes, and free on an axis
+    of one device; - equal arguments have equal prices: candidates of equal local shapes are priced once.
 
     Subclass `CatalogCostModel` to replace one of them.
     """
@@ -70,19 +69,21 @@ class CostModel(Protocol):
         ...
 
     def offload_seconds(self, size: float, device: Device) -> Seconds:
-        """Moving so many bytes to host memory and back; inf where the device has no host link."""
+        """Seconds to move so many bytes to host memory and back; inf if the device has no host link."""
         ...
 
     def optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
-        """One optimizer step over a parameter, of which one device stores so many bytes."""
+        """Seconds of an optimizer step over a parameter of which one device stores so many bytes."""
         ...
 
     def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
-        """The optimizer's step over what the host stores for one device; inf where its bandwidth is not known."""
+        """Seconds of the optimizer's step over the parameters that the host stores for one device; inf if its bandwidth is
+        unknown.
+        """
         ...
 
     def disk_seconds(self, read: float, written: float, device: Device) -> Seconds:
-        """Reading and writing so many bytes of the disk for one device; inf where none is known."""
+        """Seconds to read and write so many bytes on the disk for one device; inf if no disk is known."""
         ...
 
 
@@ -108,7 +109,7 @@ class CatalogCostModel:
         return links.host_seconds(size, device)
 
     def optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:
-        """Memory traffic of the optimizer (`optimizers.step_seconds`), or what was measured."""
+        """Memory traffic of the optimizer (`optimizers.step_seconds`), or the measured seconds."""
         return optimizers.step_seconds(stored, optimizer, device)
 
     def host_optimizer_seconds(self, stored: float, optimizer: Optimizer, device: Device) -> Seconds:

@@ -1,6 +1,6 @@
-"""Power and energy: what a board takes at its limit, and what moving a bit takes, each number with its source.
+"""Power of a board at its limit and energy of moving a bit, each number with its source.
 
-Nothing here was measured while training. The limit is what a board may take for longer than a moment: a step takes no more.
+Nothing here was measured while training. The limit is a board's sustained maximum: a step takes no more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2
 
 
 def between_systems(link: str) -> bool:
-    """Whether a link of the catalog leaves the node, so that its energy is not that of the boards."""
+    """Whether a catalog link leaves the node, so that the boards do not include its energy."""
     return link.startswith(("ib-", "ethernet-"))
 
 
@@ -63,8 +63,8 @@ def link_bit(link: str) -> Joules:
 
 
 def sent(kind: str, buffer: Bytes, devices: int) -> float:
-    """The bytes that all devices of a group together send in a collective with this larger buffer, by ring or pairwise; those
-    of a copy between a device and its host are the buffer's.
+    """The bytes that all devices of a group together send in a collective with this larger buffer, by ring or pairwise; for a
+    copy between a device and its host those of the buffer.
 
     >>> sent("all_reduce", 800, 4)
     4800.0

@@ -1,4 +1,4 @@
-"""How far predicted steps were from those that others have measured and published, by device and scale.
+"""Errors of predicted steps against published measurements, by device and scale.
 
 Figures are those of `benchmarks/results/fidelity.txt`, "by device and nodes", which `python -m benchmarks.fidelity --save`
 writes; `tests/benchmarks/test_fidelity.py` compares them.
@@ -17,7 +17,7 @@ ONE_NODE, SEVERAL_NODES = "one node", "several nodes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
-    """Median error of predicted step times, relative to the measured ones; 0 where nothing was compared."""
+    """Median error of predicted step times, relative to the measured ones; 0 if nothing was compared."""
 
     name: str
     median: float
@@ -37,7 +37,7 @@ MEASURED: Mapping[tuple[str, str], tuple[int, float, float]] = {
 
 
 def fidelity(mesh: Mesh) -> Fidelity | None:
-    """How far off prices are on meshes of this kind; None for a device that is not the catalog's, or not as it has it."""
+    """The error of prices on meshes of this kind; None unless the device is an unmodified catalog entry."""
     device = mesh.device
     if device is None or DEVICES.get(device.name) != device:
         return None

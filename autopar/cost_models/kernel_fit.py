@@ -1,4 +1,4 @@
-"""Coefficients of kernels' laws from timings: what `python -m autopar.profile` writes for a GPU.
+"""Fits the coefficients of the kernel laws to timings: what `python -m autopar.profile` writes for a GPU.
 
     product     1/g and w   seconds = operations P / peak / g + waves w     in the tiling that is best at this g and w
     attention   R and S0    seconds / operations = (1 + S0 / keys) / R      R by head dim and way; S0 by causality
@@ -6,7 +6,7 @@
     beside      beta        (both - product) / message                      a product beside an all-gather
 
 All by least squares of relative errors. The first two are alternated, tilings and coefficients, R and S0, to a fixed point.
-Raises MeshError where timings are not positive numbers, or too few.
+Raises MeshError if timings are not positive, or too few.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AttentionTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTiming:
-    """Seconds of an operator that memory bounds, of a kind ("norm", "dropout", "stream"), and the bytes that it moves."""
+    """Seconds of a memory-bound operator of a kind ("norm", "dropout", "stream"), and the bytes that it moves."""
 
     kind: str
     way: int
@@ -80,7 +80,7 @@ def product_rate(timings: Sequence[ProductTiming], peak: float, processors: int,
 
 
 def _nonnegative(terms: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[float, float]:
-    """The two nonnegative coefficients whose terms are nearest to 1 in every row."""
+    """The two nonnegative coefficients whose terms sum closest to 1 in every row."""
     (first, second), *_ = np.linalg.lstsq(terms, np.ones(len(terms)))
     if second < 0:
         first, second = float(terms[:, 0].sum() / (terms[:, 0] ** 2).sum()), 0.0
@@ -119,7 +119,9 @@ def _start(group: Sequence[AttentionTiming], rates: Mapping[tuple[int, int], flo
 
 
 def bandwidth_shares(timings: Sequence[MemoryTiming], bandwidth: float) -> dict[str, tuple[float, float]]:
-    """Shares of the memory bandwidth that kinds of operators reach, forward and backward; the forward's where one has none."""
+    """Shares of the memory bandwidth that kinds of operators reach, forward and backward; the forward's if there is no
+    backward.
+    """
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for timing in timings:
         positive(f"a measured {timing.kind} operator's", {"time": timing.seconds, "traffic": timing.bytes})
@@ -129,7 +131,7 @@ def bandwidth_shares(timings: Sequence[MemoryTiming], bandwidth: float) -> dict[
 
 
 def interference(product: Seconds, message: Seconds, both: Seconds) -> float:
-    """Seconds that computing loses per second of a message beside it, between 0 and 1.
+    """Seconds that computing loses per second of an overlapping message, between 0 and 1.
 
     >>> interference(10e-3, 4e-3, 12e-3)
     0.5

@@ -1,4 +1,4 @@
-"""A GPU's coefficients from the timings of a program's operators: which of them tell what, and what to time beside them."""
+"""Profiles a GPU by a program's operators: which timings determine which coefficients, and what else to time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Kernel:
         return kind.name.lower() if kind else ""
 
     def work(self, way: int) -> Work:
-        """What it does forward (0) or backward (1)."""
+        """Its work, forward (0) or backward (1)."""
         return (self.price.gradient if way else self.price.forward)(self.operands, self.results)
 
     def products(self, way: int) -> list[Product]:
@@ -75,7 +75,9 @@ class Kernel:
 
 
 def probes(kernels: Sequence[Kernel], device: Device) -> Iterator[Kernel]:
-    """What a fit needs beside a program's kernels: its attention over other lengths, its products with a short inner dim."""
+    """The additional kernels that a fit needs: a program's attention over other lengths, its products with a short inner
+    dim.
+    """
     seen = set[object]()
     for kernel in kernels:
         if kernel.dtype not in HALF:
@@ -115,8 +117,8 @@ def fitted(kernels: Sequence[Kernel], seconds: Sequence[tuple[Seconds, Seconds]]
     """`base` with the coefficients that these timings, forward and backward of each kernel, give: all but those of unaligned
     products and of addresses.
 
-    Kernels as short as a launch tell nothing, nor do products that memory bounds. Raises MeshError where timings are missing,
-    are not positive numbers, or are of too few kernels.
+    Kernels as short as a launch are uninformative, and so are memory-bound products. Raises MeshError if timings are missing,
+    not positive, or of too few kernels.
     """
     if len(kernels) != len(seconds):
         raise MeshError("a fit needs the times of every kernel", kernels=len(kernels), times=len(seconds))
@@ -147,7 +149,7 @@ def fitted(kernels: Sequence[Kernel], seconds: Sequence[tuple[Seconds, Seconds]]
 
 
 def _class(kind: str) -> str:
-    """The class of a kind of operators that memory bounds."""
+    """The class of a kind of memory-bound operators."""
     return kind if kind in ("norm", "dropout") else "stream"
 
 

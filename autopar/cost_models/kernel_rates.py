@@ -1,7 +1,7 @@
-"""What kernels reach on the devices of the catalog, each coefficient with its source; the laws are in `kernels`.
+"""Efficiencies of kernels on the catalog's devices, each coefficient with its source; the laws are in `kernels`.
 
-Rows named here are those of `benchmarks/measured`. What was measured on no device of a kind is taken from the nearest one that
-was, and says so. Nothing is fitted to a model.
+Rows named here are those of `benchmarks/measured`. Rates not measured on any device of a kind are taken from the nearest
+measured one, and say so. Nothing is fitted to a model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BACKWARD = 2.5  # forwards' operations in a backward, ibid. section 4.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What the kernels of one device reach.
+    """The efficiencies of one device's kernels.
 
     `processors` multiply matrices, a tile each at a time, at `fraction` of the peak; `achieved` are shares of the memory's
     bandwidth; `source` is that of the fraction. `unaligned` is the share of the peak where matrices are not aligned.
@@ -204,7 +204,7 @@ MEGATRON_SOFTMAX: dict[str, tuple[float, float]] = {"v100-32gb": (0.98, 1.09), "
 
 
 def reached(device: Device) -> Device:
-    """A device of the catalog with what its kernels reach.
+    """A catalog device with the efficiencies of its kernels.
 
     A wave of tiles takes, beside its arithmetic, what its results take to be stored as a stream. So the products of attention
     that is not fused, whose sums are short, are priced within 9% of the rows of V100, A100 and L4 in the median.

@@ -1,11 +1,11 @@
-"""The seconds that arithmetic takes in real kernels: matrix products by tiles and waves, fused attention by length.
+"""Kernel laws: the seconds of arithmetic in real kernels, matrix products by tiles and waves, fused attention by length.
 
     product     min over tiles  waves (2 tm tn K / (g peak / P) + w tm tn / (128 x 256))
     attention   operations / (R keys / (keys + S0))
 
 A product of batch x M x N results is cut into tiles of tm x tn, which P processors compute in waves, all of a wave at the same
 time: the last wave takes as long as a full one (NVIDIA, "Matrix Multiplication Background User's Guide", 2023, sections 3 and
-4). Where tiles do not fill one wave, the sums over K are split among the idle processors, and adding them up takes w again.
+4). If tiles do not fill one wave, the sums over K are split among the idle processors, and adding them up takes w again.
 Without tiles, on the ordinary cores, a product takes its operations at g times their peak: so do those with vectors, and those
 in float32. The price grows with batch, M, N and K, since each tile's does.
 
@@ -13,7 +13,7 @@ Attention keeps a tile of queries while it walks over the keys: its start costs 
 "FlashAttention-2", 2023; the charts of its repository follow this law within 4% from 512 to 16384 keys,
 the forward alone within 9%).
 
-Both are at least the peak's price, whatever the coefficients.
+Both are at least the price at peak, for any coefficients.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tiled(sizes: ProductSizes, reached: float, processors: int, wave: Seconds) -
 def tilings(sizes: ProductSizes, processors: int) -> Iterator[tuple[float, float]]:
     """Per way to cut a product: operations of the busiest processor, and waves in units of 128 x 256 tiles.
 
-    Sums are whole or, where tiles leave processors idle, split among these.
+    Sums are whole or, if tiles leave processors idle, split among these.
     """
     for rows, columns in TILES:
         tiles = sizes.batch * -(-sizes.m // rows) * -(-sizes.n // columns)

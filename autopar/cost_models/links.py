@@ -1,11 +1,11 @@
-"""Links: what connects the devices along each mesh axis.
+"""Links between the devices along each mesh axis.
 
 Bandwidth is what one device sends in one direction, in bytes per second, by the data sheet. The latency of one message is that
 of NCCL's own tuning table (`hwLat` in its src/graph/tuning.cc) for the protocol that reaches the full bandwidth (Simple, ring):
 3.4 microseconds over NVLink, 5.7 over PCIe, 14 over a network.
 
-What NCCL's collectives reach is less: `BUSES`, from published measurements. `connect` makes a line per kind of collective of
-them for every axis, by where its groups stand (`autopar.cost_models.collectives.nccl`).
+NCCL's collectives reach less: `BUSES`, from published measurements. `connect` turns these into a line per kind of collective
+for every axis, by the placement of its groups (`autopar.cost_models.collectives.nccl`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NETWORK_HOP: Seconds = 4e-6
 
 
 def _bus(hop: Seconds, source: str, *, switch: bool = False, **rates: Mapping[int, float]) -> Bus:
-    """What collectives reach, by kind and devices of a group in a node, in 10^9 bytes per second."""
+    """The rates of collectives, by kind and devices of a group in a node, in 10^9 bytes per second."""
     scaled = {kind: {size: rate * 1e9 for size, rate in by_size.items()} for kind, by_size in rates.items()}
     return Bus(hop=hop, source=source, switch=switch, **scaled)
 
@@ -113,10 +113,10 @@ def connect(mesh: Mesh, device: Device) -> Mesh:
         (2, 8) on nodes of 4: the groups of axis 1 stand on two nodes each, and enter them through four cards
 
     Ranks are numbered row-major and fill the nodes in order. Links of the catalog get lines for the groups of each axis, by the
-    nodes that these span (`collectives.nccl`); those that NCCL does not drive are taken as they are, the slower one for an axis
-    that is partly inside a node. Links that the mesh already has are kept, and those that a device was measured with. Adjacent
-    axes get a link as one, flattened, where groups of so many are known: one ring enters each node once for all of them.
-    Raises MeshError if the device names a link that is not in the catalog.
+    nodes that these span (`collectives.nccl`); links that NCCL does not drive are used unchanged, the slower one for an axis
+    that is partly inside a node. Links that the mesh already has are kept, and so are measured ones. Adjacent axes also get a
+    link as one flattened axis if groups of that size are known: one ring enters each node once for all of them. Raises
+    MeshError if the device names a link that is not in the catalog.
     """
     if mesh.links:
         return dataclasses.replace(mesh, device=device)
@@ -141,7 +141,7 @@ def _flattened(mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def groups(mesh: Mesh, per_node: int, axes: Sequence[tuple[int, ...]]) -> Iterator[RankGroup]:
-    """Where the groups over some axes stand, which are one each, or several adjacent ones.
+    """The placement of the groups over some axes, single ones or several adjacent ones.
 
     >>> [(group.nodes, group.local) for group in groups(Mesh.of((4, 2, 4)), 8, [(0,), (1,), (2,), (0, 1)])]
     [(4, 1), (1, 2), (1, 4), (4, 2)]
@@ -162,7 +162,7 @@ def groups(mesh: Mesh, per_node: int, axes: Sequence[tuple[int, ...]]) -> Iterat
 
 
 def _of_groups(group: RankGroup, inner: Link, outer: Link) -> Link:
-    """The link of an axis whose groups stand so."""
+    """The link of an axis with this placement of its groups."""
     within = group.nodes == 1
     if inner.bus is None or outer.bus is None:
         if group.nodes < group.ranks and not within:
@@ -192,8 +192,8 @@ def merged(mesh: Mesh, device: Device) -> Mesh:
         (2, 2, 2, 2, 2, 2) on nodes of 8    ->    (8, 8)
         (2, 2, 2, 2) on nodes of 8          ->    (2, 8)
 
-    Where a dim may be split over each of several such axes, it may be split over the one that they make, in one message instead
-    of one for each. Axes that are partly inside a node stay, and those for whose devices together a profile has no link.
+    A dim that may be split over several such axes may be split over the merged one instead, in one message instead of one for
+    each. Axes that are partly inside a node stay separate, and so do those for whose joint groups a profile has no link.
     """
     single = [(axis,) for axis in range(len(mesh.sizes))]
     kinds = mesh.links or [_kind(group, place) for place, group in enumerate(groups(mesh, device.per_node, single))]
@@ -210,16 +210,16 @@ def merged(mesh: Mesh, device: Device) -> Mesh:
 
 
 def _kind(group: RankGroup, place: int) -> str | int:
-    """What the groups of an axis have in common with those of a neighbour that may be merged with it."""
+    """The kind of an axis: neighbours of the same kind may be merged."""
     if group.nodes == 1:
         return "inside a node"
     return "between nodes" if group.nodes == group.ranks else place
 
 
 def host_seconds(bytes_moved: float, device: Device) -> Seconds:
-    """Seconds of moving bytes to the host's memory and back: two copies, each at least a kernel's launch; inf if none can.
+    """Seconds to move bytes to the host's memory and back: two copies, each at least a kernel's launch; inf without a host.
 
-    They are priced as if nothing ran beside them.
+    They are priced without overlap.
     """
     return 2 * (device.launch + bytes_moved / device.host.bandwidth) if device.host else math.inf
 

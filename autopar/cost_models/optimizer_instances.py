@@ -1,4 +1,4 @@
-"""Optimizers by instance or class: the state that they keep is counted after one step on a small weight."""
+"""Optimizers given as instance or class: their state is counted after one step on a small weight."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SMALL = 0.05  # of the weight: what an optimizer keeps per row and column is lef
 
 
 def counted(given: torch.optim.Optimizer | Callable[..., object]) -> Optimizer:
-    """What an optimizer costs: an instance, its class, or a function from parameters to it (`functools.partial(AdamW, ...)`).
+    """The costs of an optimizer given as an instance, a class, or a function from parameters to it (`functools.partial(AdamW,
+    ...)`).
 
-    State smaller than a tensor of the parameter's size, of 8-bit optimizers say, is rounded up to whole tensors. Temporary
-    memory is that of the optimizer of this name in the table, else that of Adam.
+    State smaller than the parameter, as in 8-bit optimizers, is rounded up to whole tensors. Temporary memory is that of the
+    table's optimizer with this name, else that of Adam.
 
     Raises InputError if it cannot take a step on a matrix on the CPU.
 

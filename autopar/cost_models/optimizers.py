@@ -1,10 +1,10 @@
-"""Optimizers: the state they keep beside each parameter, and the bytes that a step moves.
+"""Optimizers: their state per parameter, and the bytes that a step moves.
 
 State is kept in the parameter's dtype, as torch.optim does. A step reads the parameter, its gradient and the state once and
 writes the parameter and the state once. LARS reads the parameter and the gradient a second time, since it scales by their
 norms; LAMB writes its update and reads it and the parameter again. A step is limited by memory bandwidth, and its launches
-are shared by all parameters (torch's foreach kernels). On a CPU torch steps one parameter after the other. What a step takes
-beside all this is as counted in torch 2.13.
+are shared by all parameters (torch's foreach kernels). On a CPU torch steps one parameter after the other. Other temporary
+memory of a step is as counted in torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.ir.device import Bytes, Device, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What an optimizer costs; `states` and `moved` are multiples of the parameter's own bytes."""
+    """The costs of an optimizer; `states` and `moved` are multiples of the parameter's own bytes."""
 
     name: str
     states: int  # tensors of the parameter's size that it keeps
@@ -35,7 +35,7 @@ class Optimizer:
     loop_scratch: tuple[int, int] = (0, 0)
 
     def scratch(self, sizes: Sequence[Bytes], *, cpu: bool) -> Bytes:
-        """What a step takes for itself, given the bytes of each parameter.
+        """The temporary memory of a step, given the bytes of each parameter.
 
         >>> optimizer("adamw").scratch([30, 50], cpu=False), optimizer("adamw").scratch([30, 50], cpu=True)
         (80, 130)
@@ -57,7 +57,7 @@ def _optimizer(
 
 
 def with_states(entry: Optimizer, states: int) -> Optimizer:
-    """The optimizer with another number of states, which each step reads and writes."""
+    """The optimizer with another number of states, all of which each step reads and writes."""
     return replace(entry, states=states, moved=entry.moved + 2 * (states - entry.states))
 
 
@@ -83,7 +83,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer(name: object) -> Optimizer:
-    """The optimizer of this name. Raises InputError for a name that is not in the table.
+    """The optimizer with this name. Raises InputError for a name that is not in the table.
 
     >>> optimizer("adamw").states
     2
@@ -104,7 +104,7 @@ def optimizer(name: object) -> Optimizer:
 def step_seconds(bytes_of_parameter: float, optimizer: Optimizer, device: Device) -> Seconds:
     """Seconds of one step over a parameter of which one device stores `bytes_of_parameter` bytes.
 
-    Where they are measured by size, a line between two sizes, from 0 to the least, and on through the largest.
+    Measured seconds are interpolated linearly between sizes, from 0 below the least, and extrapolated beyond the largest.
     """
     if known := device.updates.get(optimizer.name):
         sizes = sorted(known)

@@ -101,7 +101,7 @@ class _Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Profile:
-    """What a file has."""
+    """The contents of a file."""
 
     name: str
     source: str
@@ -141,7 +141,7 @@ def load(path: str | Path) -> Device:
 
 
 def _memories(found: _Profile) -> dict[str, Any]:
-    """The host and the disk of a device, as far as a file has them."""
+    """The host and the disk of a device, if a file has them."""
     memories: dict[str, Any] = {}
     if host := found.host:
         positive("a measured host's", {"latency": host.latency}, zero=True)
@@ -187,7 +187,7 @@ def _measured(device: Device) -> dict[str, object]:
 
 
 def measured_link(size: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
-    """The link of groups of this size. Raises MeshError for numbers that no link has."""
+    """The link of groups of this size. Raises MeshError for invalid numbers."""
     if size < 2 or "all_gather" not in lines:
         raise MeshError(f"a link of groups of {size} has no all_gather", fix="a link is of two processes or more")
     for kind, (empty, per_byte) in lines.items():

@@ -17,7 +17,7 @@ from autopar.ir.program import Op, Value
 
 
 class ScaledCostModel:
-    """The prices of a `base`, divided by the speed of what runs.
+    """The prices of a `base`, divided by a speed.
 
     `kernels` is the speed of ops, local conversions and the optimizer, `links` that of collectives and of moves to the host:
     1.2 is 20% faster. Latencies and launches are scaled with the rest. The laws of `CostModel` hold as they do for the base.

@@ -1,4 +1,4 @@
-"""The global batches of a training, and the position in them, which neither a restart nor another number of ranks changes."""
+"""The global batches of a training run and the position in them, which survives restarts and changes in the number of ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class StatefulLoader(Protocol):
 
 
 class Batches:
-    """The batches of one step after the other; a loader begins again when it has ended.
+    """Yields the batch of each step; a loader starts over when it ends.
 
-    The position of a loader is the number of batches that were taken in this epoch, and the states of the host's generators and
-    of its own when the epoch began: with these it shuffles as it did. Those batches are loaded again and dropped, unless the
-    loader keeps its own position.
+    A loader's position is the number of batches taken in this epoch, and the states of the host's generators and its own at the
+    start of the epoch, which reproduce its shuffling. To resume, those batches are loaded again and dropped, unless the loader
+    keeps its own position.
     """
 
     def __init__(self, data: Data) -> None:
@@ -41,7 +41,7 @@ class Batches:
         self._left: Iterator[Any] | None = None
 
     def take(self, step: int) -> Any:
-        """The batch of a step. Raises InputError for a loader that has none."""
+        """Return the batch of a step. Raises InputError for an empty loader."""
         if not isinstance(self.data, Iterable):
             return self.data(step)
         for _ in range(2):
@@ -53,7 +53,7 @@ class Batches:
                 self.taken += 1
                 return batch
             self._left, self.epoch = None, self.epoch + 1
-        raise InputError("data has no batch", fix="a loader that can be iterated again and again; a generator cannot")
+        raise InputError("data yields no batch", fix="a loader that can be iterated again and again; a generator cannot")
 
     def state_dict(self) -> dict[str, Any]:
         """The position."""
@@ -63,7 +63,7 @@ class Batches:
         return {"epoch": self.epoch, "taken": self.taken, "began": self._began, "own": own, "generators": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; the host's generators are left as they are after the last batch that was taken."""
+        """Resume from a position; the host's generators are left as they were after the last batch taken."""
         if not isinstance(self.data, Iterable) or not state or not state["began"]:
             return
         self.epoch, self.taken, self._began = state["epoch"], state["taken"], state["began"]
@@ -85,7 +85,7 @@ class Batches:
 
 
 def generators(loader: object) -> list[torch.Generator]:
-    """What a loader and its samplers draw from beside the host's generators, each once."""
+    """The generators that a loader and its samplers use besides the host's, each once."""
     batches = getattr(loader, "batch_sampler", None)
     places = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = (getattr(place, "generator", None) for place in places)

@@ -1,4 +1,4 @@
-"""The checkpoints of a training in their folder: written beside its steps, committed whole, the last few kept."""
+"""The checkpoint folder of a training run: written during steps, committed atomically, with the last few kept."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ GRACE = 5.0  # seconds
 
 
 class Checkpoints:
-    """The checkpoints in a folder, which all ranks see; every method but `pending` is called on all of them.
+    """The checkpoints in a folder that all ranks see; all ranks call every method except `pending`.
 
-    `keep` is how many are kept, `group` are all ranks, on the host (None for one process), whose messages are those of
-    checkpoints alone: a thread sends them.
+    `keep` is how many are kept. `group` contains all ranks, on the host (None for one process), and is used for checkpoints
+    only, since a thread sends its messages.
     """
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
@@ -43,7 +43,7 @@ class Checkpoints:
         self._token = self._of_rank_0(uuid.uuid4().hex)
 
     def latest(self) -> TrainingReader | None:
-        """The newest one as rank 0 sees it; what earlier processes left unfinished is removed."""
+        """The newest checkpoint as rank 0 sees it; removes what earlier processes left unfinished."""
         found = ""
         if self._rank == 0:
             for left in self._entries(UNFINISHED):
@@ -53,12 +53,12 @@ class Checkpoints:
         return TrainingReader(self.folder / found) if found else None
 
     def load(self, reader: TrainingReader, tensors: dict[str, torch.Tensor]) -> None:
-        """Load this rank's parts in place. Raises CheckpointError if it is one of another model or optimizer."""
+        """Load this rank's parts in place. Raises CheckpointError if the checkpoint is of another model or optimizer."""
         self._check(reader, tensors)
         load_checkpoint(tensors, reader, group=self.group, alone=self.group is None)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], rest: Mapping[str, Any]) -> None:
-        """Begin to write the checkpoint of a step, after the one before is committed; the tensors may change afterwards."""
+        """Start writing the checkpoint of a step once the previous one is committed; the tensors may change afterwards."""
         self.wait()
         target, partial = self.folder / f"step-{step:08}", self.folder / f".step-{step:08}.{self._token}"
         writer = CommittingWriter(partial, target, packed(rest), lambda: self._prune(step))
@@ -66,11 +66,11 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint that is being written is known to fail."""
+        """Whether the checkpoint being written is known to have failed."""
         return bool(self._saving and self._saving[1].done() and self._saving[1].exception())
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is committed. Raises CheckpointError if it cannot be."""
+        """Wait until the checkpoint being written is committed. Raises CheckpointError if it cannot be."""
         if self._saving is None:
             return
         step, saved = self._saving
@@ -86,7 +86,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        """While another error ends the training, a checkpoint that is being written has a few seconds to be committed."""
+        """If another error ends the training, give the checkpoint being written a few seconds to be committed."""
         if self._saving is not None:
             try:
                 self._saving[1].exception(GRACE)
@@ -94,7 +94,7 @@ class Checkpoints:
                 LOG.warning("the checkpoint of step %d was not finished", self._saving[0])
 
     def _prune(self, step: int) -> None:
-        """Remove all but the newest few; on rank 0, in the thread that writes."""
+        """Remove all but the newest few; runs on rank 0, in the writing thread."""
         LOG.info("checkpoint of step %d", step)
         known = sorted(self._entries(NAME), key=lambda path: _step(path.name))
         for old in known[: -self.keep]:
@@ -110,7 +110,7 @@ class Checkpoints:
         return box[0]
 
     def _check(self, reader: TrainingReader, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise CheckpointError unless it has these tensors of all ranks, and no others."""
+        """Raise CheckpointError unless the checkpoint has exactly these tensors of all ranks."""
         own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         wanted, every = own, [own]
         if self.group is not None:
@@ -137,7 +137,7 @@ class Checkpoints:
         )
 
     def _unwritten(self, step: int, error: BaseException) -> CheckpointError:
-        """The error of a checkpoint that could not be written; what there is of it is removed."""
+        """The error for a checkpoint that could not be written; removes its remains."""
         rank, reason = first_failure(error) if isinstance(error, CheckpointException) else (self._rank, str(error))
         if self._rank == 0:
             for left in self._entries(UNFINISHED):

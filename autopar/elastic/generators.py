@@ -1,7 +1,7 @@
-"""The random generators of a process that a training script draws from on the host: torch's, NumPy's and Python's own.
+"""The host's random generators in a training script: those of torch, NumPy and Python.
 
-A parallel model has a random state of its own (`autopar.runtime.random`). What these decide is what the ranks must do alike:
-the order of samples, augmentation. Their states are therefore rank 0's on every rank.
+A parallel model has a random state of its own (`autopar.runtime.random`). These generators decide what must be equal on all
+ranks: the order of samples, augmentation. So every rank uses the states of rank 0.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ HostState = dict[str, Any]  # by name of the library; of tensors and numbers onl
 
 
 def host_state() -> HostState:
-    """The present state of the three."""
+    """The current state of the three generators."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy = [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
     return {"torch": torch.get_rng_state(), "numpy": numpy, "python": random.getstate()}
 
 
 def set_host_state(state: Mapping[str, Any]) -> None:
-    """Go on from a state of a checkpoint. Raises CheckpointError for one that the libraries do not take."""
+    """Restore a state from a checkpoint. Raises CheckpointError if the libraries do not accept it."""
     try:
         name, keys, *rest = state["numpy"]
         torch.set_rng_state(state["torch"])

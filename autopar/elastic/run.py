@@ -1,4 +1,4 @@
-"""A training that any process may leave: `run` starts it, or goes on from its last checkpoint on the ranks that there are."""
+"""Fault-tolerant training: `run` starts it, or resumes from the last checkpoint on the ranks that are available."""
 
 from __future__ import annotations
 
@@ -45,45 +45,45 @@ def run(
     config: Mapping[str, object] | str | Path | None = None,
     **options: object,
 ) -> TrainingState:
-    """Train for so many steps; started again, on any number of processes, it goes on from its last checkpoint.
+    """Train for a number of steps; when started again, on any number of processes, resume from the last checkpoint.
 
-    A script that calls it runs under `torchrun --nnodes=MIN:MAX --max-restarts=N`, which starts it anew when a process fails, a
-    node leaves or one comes; also under `torchrun --nproc-per-node` with another number than before, and as one process. Each
-    start plans for the ranks that there are; plans are kept in the folder `plans` of `checkpoints`. The global batch stays the
-    same, and with it the schedule of the learning rate: how many micro-batches a step takes is planned.
+    Run the script under `torchrun --nnodes=MIN:MAX --max-restarts=N`, which restarts it when a process fails, or a node leaves
+    or joins; also under `torchrun --nproc-per-node` with another number than before, or as one process. Each start plans for
+    the available ranks; plans are kept in the folder `plans` of `checkpoints`. The global batch stays the same, and so does the
+    learning-rate schedule; the number of micro-batches per step is planned.
 
-    A checkpoint has parameters, buffers, the optimizer's and the scheduler's state, the random states of the model and of the
-    host, the step, and the position in the data. It is written beside the next steps, and counts once all ranks have written:
-    what was being written when a process was killed is removed. On SIGTERM, or when the process that started it has ended, all
-    ranks end their step, save and leave with exit code 143.
+    A checkpoint holds parameters, buffers, the states of optimizer and scheduler, the random states of the model and the host,
+    the step, and the position in the data. It is written during the next steps, and is valid once all ranks have written; one
+    interrupted by a kill is removed. On SIGTERM, or if the parent process has ended, all ranks finish their step, save and exit
+    with code 143.
 
     Args:
-        build: returns the model and a sample of its global batch, as `autopar.parallelize` takes them. A model on `meta` is
-            initialised by its own code.
+        build: returns the model and a sample of its global batch, for `autopar.parallelize`. A model on `meta` is initialised
+            by its own code.
         train_step: one step, `train_step(state, batch)`: forward, backward and `state.optimizer.step()`, and
             `state.scheduler.step()` if there is one. It returns the loss. `state.model.step(*batch)` runs forward and backward
-            of one micro-batch after the other; `state.model(*batch)` and `backward()` work, too.
+            of one micro-batch after the other; `state.model(*batch)` and `backward()` work too.
         optimizer: a function of the parallel model that returns its optimizer.
-        data: the global batches, the same on every rank: a `DataLoader`, which begins again when it ends, or a function from
-            the number of a step to its batch.
-        steps: how many steps the training has in all.
+        data: the global batches, the same on every rank: a `DataLoader`, which starts over when it ends, or a function from a
+            step number to its batch.
+        steps: the total number of steps.
         checkpoints: a folder that all ranks see.
-        every: steps from one checkpoint to the next. A process that is killed costs the steps since the last one that was
-            committed: at most twice as many, as a checkpoint is begun when the one before is there.
+        every: steps from one checkpoint to the next. A killed process costs the steps since the last committed one: at most
+            twice as many, since a checkpoint starts when the previous one is committed.
         keep: how many checkpoints are kept.
-        scheduler: a function of the optimizer that returns a scheduler of its learning rate.
-        mesh: a function from the number of ranks to the mesh, or "auto"; by default all are planned as `devices=` plans them.
-        config: a declaration in the place of a mesh; sizes that it leaves out are those of the ranks that there are.
+        scheduler: a function of the optimizer that returns a learning-rate scheduler.
+        mesh: a function from the number of ranks to the mesh, or "auto"; by default all ranks are planned as by `devices=`.
+        config: a declaration instead of a mesh; sizes that it leaves out follow from the number of ranks.
         **options: those of `autopar.parallelize`; `microbatches` is "auto".
 
     Returns:
-        The state after the last step. Its checkpoint is there, too: a run that is started again returns at once.
+        The state after the last step. It has been saved as well: a run that is started again returns at once.
 
     Raises:
-        CheckpointError: a checkpoint cannot be written, is damaged, or is one of another model.
-        BudgetError: the model does not fit on the ranks that there are.
-        InputError: a function returns, or takes, something else; a step does not step the optimizer.
-        SystemExit: it was asked to stop, and has saved.
+        CheckpointError: a checkpoint cannot be written, is damaged, or is of another model.
+        BudgetError: the model does not fit on the available ranks.
+        InputError: a function takes or returns the wrong thing, or a step does not step the optimizer.
+        SystemExit: it was asked to stop and has saved.
         AutoparError: what `autopar.parallelize` raises.
     """
     _check_counts(steps=steps, every=every, keep=keep)
@@ -106,7 +106,7 @@ def run(
 
 @contextmanager
 def _told_to_torchrun() -> Iterator[None]:
-    """An error is left where torchrun looks for it: it shows the first one of all ranks."""
+    """Leave an error where torchrun looks for it, so that it shows the first error of all ranks."""
     try:
         yield
     except Exception as error:
@@ -115,7 +115,7 @@ def _told_to_torchrun() -> Iterator[None]:
 
 
 def _parallel(build: Build, asked: Mapping[str, object], plans: Path) -> ParallelModule:
-    """The model on the ranks that there are."""
+    """Parallelize the model on the available ranks."""
     made = build()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         what = f"build returned a {type(made).__name__}, not a module and its sample"
@@ -136,12 +136,12 @@ def _parallel(build: Build, asked: Mapping[str, object], plans: Path) -> Paralle
 
 
 def _devices(options: Mapping[str, object]) -> int | None:
-    """How many devices are planned for, where neither a mesh nor a declaration says it."""
+    """The number of devices to plan for, if neither a mesh nor a declaration says it."""
     return world_size() if options["mesh"] is None and options["config"] is None else None
 
 
 def _begin(state: TrainingState, saved: Checkpoints) -> None:
-    """Load the last checkpoint, or write the first: that of the initial values, before anything is trained."""
+    """Load the last checkpoint, or write the first one, with the initial values."""
     reader = saved.latest()
     if reader is None:
         _save(state, saved)
@@ -164,7 +164,7 @@ def _train(
     saved: Checkpoints,
     flags: Callable[[], list[bool]],
 ) -> None:
-    """The steps that are left; `flags` says of all ranks whether one is asked to stop, and whether a checkpoint failed."""
+    """Run the remaining steps; `flags` tells whether any rank was asked to stop, and whether a checkpoint failed."""
     last = state.step
     first = True
     while state.step < steps:
@@ -186,7 +186,7 @@ def _train(
 
 
 def _step(state: TrainingState, train_step: TrainStep, *, check: bool) -> None:
-    """One step. Raises InputError for a step function that is wrong; the first step of a run shows it."""
+    """Run one step. Raises InputError for a wrong step function, which the first step of a run reveals."""
     stepped: list[object] = []
     hook = state.optimizer.register_step_post_hook(lambda *_: stepped.append(None))
     try:
@@ -207,7 +207,7 @@ def _save(state: TrainingState, saved: Checkpoints) -> None:
 
 
 def _asked(mesh: object, config: Mapping[str, object] | str | Path | None, options: Mapping[str, object]) -> dict[str, object]:
-    """The keywords of `parallelize`. Raises MeshError for a mesh that fits one number of ranks only."""
+    """The keywords for `parallelize`. Raises MeshError for a mesh that fits only one number of ranks."""
     if mesh is not None and mesh != AUTO and not callable(mesh):
         what = f"mesh={mesh!r} is of a fixed size, and the number of ranks is not"
         raise MeshError(what, fix="mesh=lambda ranks: (ranks,), a declaration, or nothing: all is planned")

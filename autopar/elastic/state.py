@@ -1,4 +1,4 @@
-"""What a training is at a step: its tensors, which every rank stores in parts, and the rest, which is small and whole."""
+"""The state of a training run at a step: tensors, which ranks save in parts, and the rest, which is small and saved whole."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Rest = dict[str, Any]  # tensors, numbers, texts and containers of them
 
 
 class TrainingState:
-    """What `train_step` is given, and `run` returns.
+    """The state that `train_step` receives and `run` returns.
 
     Attributes:
         model: this rank's part of the model, as `autopar.parallelize` made it for the ranks that run now.
-        optimizer, scheduler: what the functions of these names returned; the scheduler is None without one.
-        step: how many steps were taken since the training began, in all its restarts.
+        optimizer, scheduler: the results of the functions with these names; the scheduler may be None.
+        step: the number of steps since the training began, across restarts.
     """
 
     def __init__(
@@ -37,19 +37,18 @@ class TrainingState:
         self.step = 0
 
     def tensors(self, *, stepped: bool) -> dict[str, torch.Tensor]:
-        """What is stored in parts, by name; the optimizer's only if it has `stepped`, since asking for it makes it step."""
+        """The tensors saved in parts, by name; the optimizer's only if it has `stepped`, as torch steps it to read them."""
         found = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         moments = self._moments() if stepped else {}
         return found | {f"optimizer.{name}": one for name, one in moments.items() if isinstance(one, torch.Tensor)}
 
     def saved_tensors(self, saved: Collection[str], *, stepped: bool) -> dict[str, torch.Tensor]:
-        """What a checkpoint with tensors of these names has in parts. Parameters that had no gradient when it was written have
-        no state of the optimizer in it, where others have one."""
+        """The tensors to load from a checkpoint with these names; it lacks the state of parameters that had no gradient."""
         found, known = self.tensors(stepped=stepped), with_state(saved)
         return {name: one for name, one in found.items() if not known or with_state([name]) <= known}
 
     def rest(self) -> Rest:
-        """What rank 0 stores whole; every rank calls it."""
+        """The rest of the state, which rank 0 saves whole; every rank calls it."""
         return {
             "step": self.step,
             "optimizer": self._settings(),
@@ -60,7 +59,7 @@ class TrainingState:
         }
 
     def load_rest(self, rest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what was stored. The model's tensors are loaded in place, the optimizer's are those of `tensors`."""
+        """Restore the rest. The model's tensors are loaded in place, the optimizer's are those in `tensors`."""
         if rest["step"]:
             given = {name.removeprefix("optimizer."): one for name, one in tensors.items() if name.startswith("optimizer.")}
             fresh = self._moments()
@@ -81,11 +80,11 @@ class TrainingState:
         set_host_state(rest["host"])
 
     def _moments(self) -> dict[str, Any]:
-        """The optimizer's state by name of parameter: tensors, numbers and settings."""
+        """The optimizer's state by parameter name: tensors, numbers and settings."""
         return dict(get_optimizer_state_dict(self.model, self.optimizer, options=FLAT))
 
     def _settings(self) -> dict[str, Any]:
-        """What the optimizer has beside tensors, of all ranks."""
+        """The optimizer's state except tensors, from all ranks."""
         if not self.step:
             return {}
         own = {name: one for name, one in self._moments().items() if not isinstance(one, torch.Tensor)}
@@ -97,7 +96,7 @@ class TrainingState:
 
 
 def with_state(names: Iterable[str]) -> set[str]:
-    """The parameters of whose optimizer's state there is something among these names.
+    """The parameters that have optimizer state among these names.
 
     >>> with_state(["model.a.weight", "optimizer.state.a.weight.exp_avg"])
     {'a.weight'}

@@ -19,13 +19,13 @@ EXIT = 128 + signal.SIGTERM  # as a shell reports it: torchrun takes it for a fa
 
 
 class StopRequest:
-    """Within `with`, SIGTERM is a request, to be met between two steps by all ranks together.
+    """Inside of `with`, SIGTERM is a request to stop that all ranks honour together between two steps.
 
-    Where an error ends the training instead, the signal has its own meaning afterwards, also one that came before: a process
-    that was told to stop does not linger for messages that never come.
+    If an error ends the training instead, the signal takes its usual effect afterwards, even if it came before: a process that
+    was told to stop does not wait for messages that never come.
 
-    A process that outlives its parent takes part in a run that nobody watches: that is a request, too. Signals can be handled
-    in a process's main thread only; elsewhere they keep their meaning.
+    The end of the parent process is a request too, since nobody watches the run any more. Python handles signals in the main
+    thread only; in other threads they keep their usual effect.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StopRequest:
 
 
 def anywhere(*flags: bool, group: dist.ProcessGroup | None) -> list[bool]:
-    """For each flag whether it is set on any rank; one message of a few bytes on the host.
+    """Whether each flag is set on any rank; one message of a few bytes on the host.
 
     Raises RankError if a rank has died.
     """

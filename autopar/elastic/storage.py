@@ -1,9 +1,9 @@
-"""One checkpoint on disk, by torch.distributed.checkpoint: committed by a rename, and read without running what it says.
+"""One checkpoint on disk, by torch.distributed.checkpoint: committed by a rename, and read without executing anything in it.
 
-    .step-00000040.5f0c...partial/       while it is written: by every rank its parts
+    .step-00000040.5f0c...partial/       while every rank writes its parts
     step-00000040/                       once all parts are on the disk
 
-A rename is one operation of the file system, so a folder that has its name is whole.
+A rename is atomic in the file system, so a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ REST = "training.pt"
 
 
 class CommittingWriter(FileSystemWriter):
-    """Writes into a folder that gets its name when all parts are there; `committed` is called then, on the coordinator."""
+    """Writes into a folder that gets its final name when all parts are there; the coordinator then calls `committed`."""
 
     def __init__(self, partial: Path, target: Path, rest: bytes, committed: Callable[[], None]) -> None:
         super().__init__(partial)
         self.partial, self.target, self.rest, self.committed = partial, target, rest, committed
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """The end of a save, which torch calls on the coordinator when all ranks have written."""
+        """End a save; torch calls this on the coordinator when all ranks have written."""
         with (self.partial / REST).open("wb") as file:
             file.write(self.rest)
             file.flush()
@@ -53,7 +53,7 @@ class CommittingWriter(FileSystemWriter):
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that what is half removed is none."""
+    """Remove a checkpoint; it is renamed first, so that a half-removed one does not count."""
     gone = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -61,7 +61,7 @@ def discard(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the entries of a folder on the disk."""
+    """Flush the entries of a folder to the disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -70,7 +70,7 @@ def _sync(folder: Path) -> None:
 
 
 def packed(rest: Mapping[str, Any]) -> bytes:
-    """What is stored whole, as bytes. Raises CheckpointError for what could not be read again without running it."""
+    """Pack the whole part of a state into bytes. Raises CheckpointError for objects that could not be read back safely."""
     buffer = io.BytesIO()
     try:
         torch.save(dict(rest), buffer)
@@ -89,7 +89,7 @@ class TrainingReader(CheckpointReader):
     """Reads a checkpoint of `CommittingWriter`. Raises CheckpointError for a damaged one."""
 
     def rest(self) -> Mapping[str, Any]:
-        """What is stored whole."""
+        """The part of the state that was saved whole."""
         try:
             found = torch.load(self.folder / REST, weights_only=True)
             if not isinstance(found, dict) or not isinstance(found.get("step"), int):
@@ -99,7 +99,7 @@ class TrainingReader(CheckpointReader):
         return found
 
     def check(self, index: Metadata) -> None:
-        """Raise ValueError unless it is an index of tensors whose files are there, as long as they were."""
+        """Raise ValueError unless it is an index of tensors whose files exist with their recorded lengths."""
         if wrong := [name for name, one in index.state_dict_metadata.items() if not isinstance(one, TensorStorageMetadata)]:
             raise ValueError(f"{wrong[0]} is not a tensor")
         ends: dict[str, int] = {}
@@ -110,14 +110,14 @@ class TrainingReader(CheckpointReader):
                 raise ValueError(f"{name} is shorter than {end} bytes")
 
     def damaged(self, error: Exception) -> CheckpointError:
-        """The error of what cannot be read."""
+        """The error for a checkpoint that cannot be read."""
         said = str(error).partition("\n")[0]
         fix = f"remove {self.folder}: the training goes on from the checkpoint before"
         return CheckpointError(f"the checkpoint {self.folder.name} is damaged", error=said, folder=self.folder, fix=fix)
 
 
 def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dist.ProcessGroup | None) -> Future[Metadata]:
-    """Copy this rank's parts to the host and begin to write them; a single process writes them at once."""
+    """Copy this rank's parts to the host and start writing them; a single process writes them synchronously."""
     if group is None:
         done: Future[Metadata] = Future()
         try:

@@ -1,4 +1,4 @@
-"""Explain: what a plan does and why, what it costs compared with others, and what it is emitted as.
+"""Explains plans: what a plan does and why, what it costs compared with others, and the code emitted for it.
 
     found = autopar.explain.explain(model, sample, mesh=(2, 4), device="h100")
     print(found)                                                       # the whole report
@@ -7,8 +7,8 @@
     found.compared                                                     # every named strategy
     print(found.code)                                                  # the emitted module
 
-`report(plan)` are the sections that a plan alone gives, one from a file too. The same from the command line:
-`python -m autopar.explain --help`.
+`report(plan)` has the sections that need only a plan, perhaps from a file. On the command line: `python -m autopar.explain
+--help`.
 """
 
 from autopar.explain.cli_arguments import parse_mesh

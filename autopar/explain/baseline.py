@@ -1,8 +1,8 @@
-"""Baselines: what a plan cost, kept in a file next to the code.
+"""Baselines: the cost of a plan, kept in a file next to the code.
 
     {"baseline": 2, "target": "models.py:gpt2", "hash": ..., "axes": ["dp", "tp"], "sizes": [2, 4], "device": "h100", ...}
 
-A file holds one baseline or a list of them, or a saved plan. A target in a file is named as seen from the baseline's folder.
+A file holds one baseline or a list of them, or a saved plan. A target in a file is named relative to the baseline's folder.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ REWRITE = "delete it and write it again: --update with its TARGET, or pytest --u
 
 
 class BaselineError(AutoparError):
-    """A baseline is missing or damaged, or does not say what it is for."""
+    """A baseline is missing, damaged or incomplete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What the plan of a target cost; the target is empty if the caller makes the plan."""
+    """The cost of a target's plan; the target is empty if the caller makes the plan."""
 
     target: str
     summary: Summary
@@ -48,7 +48,7 @@ class Baseline:
 
     @property
     def options(self) -> Options:
-        """What was asked for when the plan was made. Raises BaselineError if an option is damaged or unknown."""
+        """The options that the plan was made with. Raises BaselineError if one is damaged or unknown."""
         given = {name for name, text in self.summary.options.items() if text and name != "constraints"}
         if unknown := sorted(given - OPTIONS):
             raise BaselineError(f"the baseline of {self} has options that do not exist", options=", ".join(unknown))
@@ -64,7 +64,7 @@ class Baseline:
 
 
 def files(path: Path) -> list[Path]:
-    """The files of baselines that a path names, itself or those in a folder. Raises BaselineError if there is no such file."""
+    """The baseline files at a path: the file itself, or those in the folder. Raises BaselineError if there are none."""
     found = sorted(path.glob("*.json")) if path.is_dir() else [path] * path.is_file()
     if not found:
         what, name = (f"in {path}", path / "NAME.json") if path.is_dir() else (str(path), path)
@@ -101,7 +101,7 @@ def write(path: Path, baselines: Sequence[Baseline]) -> None:
 
 
 def seen_from(target: str, folder: Path) -> str:
-    """A target as a baseline in a folder names it: "" for a saved plan, a file relative to the folder."""
+    """A target in the notation of a baseline in a folder: "" for a saved plan, a file relative to the folder."""
     place, colon, name = target.rpartition(":")
     if not colon:
         return ""
@@ -109,9 +109,9 @@ def seen_from(target: str, folder: Path) -> str:
 
 
 def found_from(target: str, folder: Path) -> str:
-    """A target that a baseline in a folder names, as seen from here.
+    """A target named by a baseline in a folder, relative to the working directory.
 
-    Raises BaselineError unless it is a function of a file below the folder or the working directory: it will be run.
+    Raises BaselineError unless it is a function of a file below the folder or the working directory, since it will be run.
     """
     place, _, name = target.rpartition(":")
     fix = "run only what you have read: python -m autopar.explain TARGET --mesh ... --check BASELINE names it"

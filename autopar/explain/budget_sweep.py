@@ -1,4 +1,4 @@
-"""Time against memory: the fastest plan within each of several budgets, down to the least memory."""
+"""Budget sweep: the fastest plan within each of several budgets, down to the smallest that works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = f"{'budget':>10}{'peak':>12}{'step ms':>11}{'slower by':>11}{'recomputati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStep:
-    """The plan within a budget: its step time, the recomputation in it, its peak memory and its proven gap."""
+    """The plan within a budget: its step time, recomputation, peak memory and proven gap."""
 
     budget: Bytes
     step_time: Seconds
@@ -31,10 +31,10 @@ class SweepStep:
 
 
 def budget_sweep(planned: Planned, options: Options) -> Iterator[SweepStep]:
-    """The fastest plans found, from the peak memory of the unconstrained optimum down to the least memory that any plan needs.
+    """The fastest plans found, from the peak of the unconstrained optimum down to the least memory that any plan needs.
 
-    Budgets are spaced evenly; the last is the least memory and a hundredth more. All plans are of the program as it was
-    planned: in its number of micro-batches, with its padding. Each step is planned when it is asked for.
+    Budgets are spaced evenly; the last is 1% above the least memory. All plans keep the program's number of micro-batches and
+    its padding. Each step is planned on demand.
     """
     solved = planned.solved
     analysis, mesh = solved.formulated.analysis, solved.formulated.mesh
@@ -54,7 +54,7 @@ def budgets_between(low: float, high: float) -> list[Bytes]:
 
 
 def step_within(budget: Bytes, plan: Plan) -> SweepStep:
-    """The step of a plan that was made within a budget."""
+    """The sweep's step for a plan made within a budget."""
     return SweepStep(
         budget=budget,
         step_time=plan.step_time,
@@ -65,7 +65,7 @@ def step_within(budget: Bytes, plan: Plan) -> SweepStep:
 
 
 def improved(steps: Sequence[SweepStep]) -> list[SweepStep]:
-    """The steps of falling budgets, each with the fastest plan found within its budget: what fits into less fits into more."""
+    """The steps by falling budget, each with the fastest plan found: a plan that fits a smaller budget fits a larger one."""
     found = list(steps)
     for place in reversed(range(len(found) - 1)):
         if found[place + 1].step_time < found[place].step_time:
@@ -74,7 +74,7 @@ def improved(steps: Sequence[SweepStep]) -> list[SweepStep]:
 
 
 def sweep_parts(steps: Iterable[SweepStep]) -> Iterator[Part]:
-    """The sweep as it is printed: a row as soon as its step is planned, and at the end the rows that a later step improves."""
+    """The printed sweep: a row as soon as its step is planned, and at the end the rows that later steps improve."""
     yield HEAD
     known: list[SweepStep] = []
     for step in steps:

@@ -1,8 +1,8 @@
-"""Does a plan cost more than before?
+"""Checks whether a plan costs more than its baseline.
 
 python -m autopar.explain --check baselines/                               every baseline of a folder, or of a file
 python -m autopar.explain model.py:build --mesh 2,4 --check plan.json      one target against a saved plan
-... --update                                                               write what plans cost now
+... --update                                                               write the current costs
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OK, BETTER, WORSE, FAILED = "ok", "better", "WORSE", "FAILED"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCost:
-    """What a plan cost before and what it costs now; `error` says why there is no plan now."""
+    """The cost of a plan before and now; `error` says why there is no plan now."""
 
     name: str
     old: Summary
@@ -45,7 +45,7 @@ class CheckedCost:
 
     @property
     def difference(self) -> Difference | None:
-        """What differs, if there is a plan."""
+        """The difference, if there is a plan."""
         return Difference(old=self.old, new=self.new) if self.new else None
 
     @property
@@ -56,7 +56,7 @@ class CheckedCost:
 
     @property
     def status(self) -> str:
-        """One of OK, BETTER, WORSE (if any figure is) and FAILED."""
+        """One of OK, BETTER, WORSE (if any figure is worse) and FAILED."""
         if self.new is None:
             return FAILED
         if not self.totals:
@@ -64,7 +64,7 @@ class CheckedCost:
         return BETTER if self.totals[0].growth < 0 else WORSE
 
     def lines(self) -> Iterator[str]:
-        """One line, and below it the reason if it is worse or failed, or what was planned for if that changed."""
+        """One line, and below it the reason if it is worse or failed, or the premises of the plan if they changed."""
         what, *reason = str(self.error).splitlines()
         if self.totals:
             what = ", ".join(f"{total.name} {total}" for total in self.totals)
@@ -77,7 +77,7 @@ class CheckedCost:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command line that belong to the check."""
+    """Add the command-line options of the check."""
     what = "compare step time, peak memory and bytes sent with a saved plan or a folder of baselines; exit 1 if any is worse"
     parser.add_argument("--check", metavar="BASELINE", type=Path, help=what)
     worse = f"with --check: the fraction by which a figure may be worse, by default {TOLERANCE}"
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fraction(text: str) -> float:
-    """A fraction that is not negative; raises ValueError for what is no number, ArgumentTypeError for another number."""
+    """Parse a non-negative fraction; raises ValueError for anything but a number, ArgumentTypeError for other numbers."""
     found = float(text)
     if not (found >= 0 and math.isfinite(found)):
         raise argparse.ArgumentTypeError(f"{text} is not a fraction such as 0.01")
@@ -94,9 +94,9 @@ def fraction(text: str) -> float:
 
 
 def run(options: argparse.Namespace, planned: Callable[[], Plan]) -> int:
-    """Check what the command line names, print it, update if that is asked for; returns the exit code.
+    """Check what the command line names, print the result, update if requested; returns the exit code.
 
-    `planned` makes the plan of the TARGET, if one is given. Raises UsageError, BaselineError, and what `planned` raises.
+    `planned` makes the plan of the TARGET, if one is given. Raises UsageError, BaselineError, and whatever `planned` raises.
     """
     path: Path = options.check
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, planned: Callable[[], Plan]) -> int:
 
 
 def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float, *, update: bool) -> int:
-    """A target against one baseline; with `update`, a new baseline is written where there is none."""
+    """Check a target against one baseline; with `update`, write a new baseline if there is none."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder, whose baselines name targets", fix=f"no TARGET, or --check {path}/NAME.json")
     old = read(*files(path)) if path.exists() or not update else ()
@@ -128,7 +128,7 @@ def _one(path: Path, target: str, planned: Callable[[], Plan], tolerance: float,
 
 
 def _all(path: Path, tolerance: float, *, update: bool) -> int:
-    """Every baseline of a folder or file, each target captured once."""
+    """Check every baseline of a folder or file; each target is captured once."""
     held = [(file, baseline) for file in files(path) for baseline in read(file)]
     targets: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for place, (file, baseline) in enumerate(held):
@@ -149,7 +149,7 @@ def _all(path: Path, tolerance: float, *, update: bool) -> int:
 
 
 def _outcomes(target: str, baselines: Sequence[Baseline], tolerance: float) -> Iterator[CheckedCost]:
-    """The baselines of one target, captured alike, compared with what its plans cost now."""
+    """Compare the baselines of one target, captured alike, with the current costs of its plans."""
     program: Program | AutoparError
     try:
         asked = {name: baselines[0].summary.options.get(name, "") for name in OF_CAPTURE}
@@ -176,7 +176,7 @@ def _summary(program: Program | AutoparError, baseline: Baseline) -> Summary:
 
 
 def _update(held: Sequence[tuple[Path, Baseline]], outcomes: Mapping[int, CheckedCost]) -> None:
-    """Write the files of which a baseline differs from today's plan."""
+    """Write the files with a baseline that differs from the current plan."""
     files: dict[Path, list[int]] = defaultdict(list)
     for place, (file, _) in enumerate(held):
         files[file].append(place)

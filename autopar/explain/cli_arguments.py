@@ -1,4 +1,4 @@
-"""Arguments of the command line: the model and the sample that a function returns, a mesh, a constraint."""
+"""Parses command-line arguments: the model and sample of a TARGET, meshes, constraints and others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HOW = "file.py:function or package.module:function, a function that returns (mod
 
 
 class UsageError(AutoparError):
-    """The command line says something that cannot be done."""
+    """The command line is wrong, or asks for something impossible."""
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that a text such as "2,4" or "dp=2,tp=4" denotes; raises UsageError if it does not denote one.
+    """Parse a mesh such as "2,4" or "dp=2,tp=4"; raises UsageError for any other text.
 
     >>> parse_mesh("dp=2,tp=4")
     Mesh(dp=2, tp=4)
@@ -46,7 +46,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_constraint(text: str) -> tuple[str, str]:
-    """The name and the layout of a text such as "*.wte.weight=I, S(0)"; raises UsageError for any other text."""
+    """Parse a name and a layout such as "*.wte.weight=I, S(0)"; raises UsageError for any other text."""
     name, equals, layout = text.rpartition("=")
     if not equals or not name.strip():
         raise UsageError(f"{text!r} is not a constraint", fix='NAME=LAYOUT, such as "*.wte.weight=I, S(0)"')
@@ -54,7 +54,7 @@ def parse_constraint(text: str) -> tuple[str, str]:
 
 
 def parse_stages(text: str) -> int | list[str]:
-    """The number of stages, or the modules at which all but the first begin.
+    """Parse the number of stages, or the modules at which all but the first begin.
 
     >>> parse_stages("h.2,h.4")
     ['h.2', 'h.4']
@@ -63,7 +63,7 @@ def parse_stages(text: str) -> int | list[str]:
 
 
 def parse_count(text: str) -> int | str:
-    """A number, or the text of another word."""
+    """Parse a number; any other word is returned as it is."""
     return int(text) if re.fullmatch(NUMBER, text) else text
 
 
@@ -72,7 +72,7 @@ OFFLOADS: Mapping[str, bool | str] = {"activations": True, HOST: HOST, DISK: DIS
 
 
 def parse_offload(text: str) -> bool | str:
-    """What may lie in the host's memory or on its disk; raises UsageError for another word.
+    """Parse what may be offloaded to the host or the disk; raises UsageError for any other word.
 
     >>> parse_offload("no")
     False
@@ -87,7 +87,7 @@ NUMBER = r"\d{1,18}"  # Python does not read integers of thousands of digits
 
 
 def parse_devices(text: str) -> list[int]:
-    """Numbers of devices, ascending: those listed, or doubled from the first to the last, which is one of them.
+    """Parse numbers of devices, ascending: a list, or a range that doubles from its first number and includes its last.
 
     Raises UsageError for any other text.
 
@@ -107,19 +107,19 @@ def parse_devices(text: str) -> list[int]:
 
 
 def parse_seconds(text: str) -> Seconds:
-    """Seconds of a text such as "1.5s" or "200ms"; raises UsageError for any other text.
+    """Parse seconds such as "1.5s" or "200ms"; raises UsageError for any other text.
 
     >>> parse_seconds("200ms")
     0.2
     """
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(s|ms|us)\s*", text)
     if not found or float(found[1]) <= 0:
-        raise UsageError(f"{text!r} is no time", fix="a number and its unit: 2s, 150ms")
+        raise UsageError(f"{text!r} is not a time", fix="a number and its unit: 2s, 150ms")
     return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
 
 
 def parse_answer(text: str) -> tuple[str, bool | int]:
-    """A line of forward and what it asks.
+    """Parse a line of forward and the answer to its condition.
 
     >>> parse_answer("model.py:12=False")
     ('model.py:12', False)
@@ -133,7 +133,7 @@ def parse_answer(text: str) -> tuple[str, bool | int]:
 
 
 def parse_dynamic(text: str) -> tuple[str, DimSizes]:
-    """The name and the dims of a text such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError for any other text.
+    """Parse a name and its dims such as "batch=0" or "batch=input_ids:0,labels:0"; raises UsageError for any other text.
 
     >>> parse_dynamic("sequence=input_ids:1,labels:1")
     ('sequence', {'input_ids': 1, 'labels': 1})
@@ -149,7 +149,7 @@ def parse_dynamic(text: str) -> tuple[str, DimSizes]:
 
 
 def built(target: str) -> tuple[nn.Module, object]:
-    """The model and the sample that a TARGET returns, on the meta device; raises UsageError if it does not return them."""
+    """The model and sample returned by a TARGET, on the meta device; raises UsageError if it does not return them."""
     function = _function(target)
     try:
         with torch.device("meta"):
@@ -181,7 +181,7 @@ def _function(target: str) -> Callable[[], object]:
 
 
 def _file(path: Path, target: str) -> ModuleType:
-    """The module of a file, which may import its neighbours, as a script may."""
+    """Import a file, which may import its neighbours, as a script may."""
     if not path.is_file():
         raise UsageError(f"no such file: {path}", target=target, fix=HOW)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -195,7 +195,7 @@ def _file(path: Path, target: str) -> ModuleType:
 
 
 def _module(name: str, target: str) -> ModuleType:
-    """An importable module, also one in the present directory."""
+    """Import a module, also one in the current directory."""
     OF_TARGET.enter(Path.cwd())
     found: list[ModuleType] = []
     try:
@@ -220,6 +220,7 @@ def _said(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str | None:
-    """The last line of a failure, unless it is a call in this file, which never got into the user's function."""
+    """Where a failure occurred: the last line of its traceback; None if that is a call in this file, which never reached the
+    user's function."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return None if last.filename == __file__ else f"{last.filename}:{last.lineno} in {last.name}"

@@ -1,4 +1,4 @@
-"""The options of the command line: what they are, what they denote, and which cannot be given together."""
+"""Command-line options: their definition, their meaning, and which cannot be combined."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    """What plan is made."""
+    """Add options that determine the plan."""
     parser.add_argument("--mesh", help="sizes of the axes, the last one innermost: 2,4 or dp=2,tp=4; or auto")
     parser.add_argument("--device", help="a device of the catalog, such as h100; by default that of this machine")
     parser.add_argument("--budget", help="memory per device, such as 24GiB; by default 90%% of the device")
@@ -88,7 +88,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    """What is said of layouts, inputs and lines by name, each perhaps several times."""
+    """Add options on named layouts, inputs and lines, which may be repeated."""
     constraint = 'force a layout: "*.wte.weight=I, S(0)"; may be given several times'
     parser.add_argument("--constraint", metavar="NAME=LAYOUT", action="append", default=[], help=constraint)
     varies = "a size that may differ between calls: batch=0, or batch=input_ids:0,labels:0; may be given several times"
@@ -100,7 +100,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    """What is read and written, and how the answer is printed."""
+    """Add options on what is read and written, and how the answer is printed."""
     before = "a plan that was saved: questions about TARGET are answered for it, at the prices of today, and nothing is planned"
     parser.add_argument("--plan", metavar="PLAN.json", help=before)
     parser.add_argument("--save", metavar="PLAN.json", help="write the plan to a file")
@@ -112,7 +112,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_questions(ask: argparse._ArgumentGroup) -> None:
-    """What is answered instead of the report."""
+    """Add questions that are answered instead of the report."""
     why = "the candidates of an operator or a parameter, with their prices; * matches any part of the name"
     ask.add_argument("--why", metavar="NAME", action="append", default=[], help=why)
     why_not = "plan again with this layout forced, and say what changes and what it costs; may be given several times"
@@ -151,14 +151,14 @@ def _given(value: object) -> bool:
 
 
 def several_meshes(options: argparse.Namespace) -> bool:
-    """Whether a table of plans is asked for, instead of one plan: `--mesh auto` has one for a single number of devices."""
+    """Whether a table of plans is requested instead of one plan; `--mesh auto` with one number of devices gives one plan."""
     if options.devices is None or options.html:
         return False
     return options.mesh != AUTO or len(counts(options)) > 1 or any(_given(getattr(options, name)) for name in COUNTS[1:])
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh | AutoMesh:
-    """The mesh of one plan; of an open one the devices, on a page those of the first number that is asked for."""
+    """The mesh of one plan; for an open mesh its devices, on a page the first of the requested numbers."""
     if not options.mesh:
         raise UsageError("no mesh given", fix="--mesh 2,4 or --mesh dp=2,tp=4")
     if options.mesh != AUTO:
@@ -172,20 +172,20 @@ def mesh_of(options: argparse.Namespace) -> Mesh | AutoMesh:
 
 
 def counts(options: argparse.Namespace) -> list[int]:
-    """The numbers of devices that are asked for, if any."""
+    """The requested numbers of devices, if any."""
     return parse_devices(options.devices) if options.devices is not None else []
 
 
 def price_of(options: argparse.Namespace) -> float | None:
-    """What a device costs for an hour, if that is given."""
+    """The price of a device per hour, if given."""
     price: float | None = options.price
     if price is not None and not (math.isfinite(price) and price >= 0):
-        raise UsageError(f"--price {price} is no price", fix="what a device costs for an hour: 2.5")
+        raise UsageError(f"--price {price} is not a price", fix="what a device costs for an hour: 2.5")
     return price
 
 
 def planning_options(options: argparse.Namespace) -> Options:
-    """The options of planning that the command line gives."""
+    """The planning options on the command line."""
     named = {name: getattr(options, name) for name in OPTIONS}
     given = {name: value for name, value in named.items() if value is not None}
     if options.offload is not None:

@@ -1,4 +1,4 @@
-"""Values of the command line that no model and no mesh makes right: they are refused before anything is built."""
+"""Checks command-line values that are wrong for every model and mesh, before anything is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopar.search_space.strategies import OTHER_NAMES
 
 
 def options_of_values(values: Mapping[str, object]) -> Options:
-    """The options that were given. Raises UsageError for a value that an option does not have."""
+    """The given options. Raises UsageError for an invalid value."""
     with _errors_of_usage():
         options = Options(**options_of(values))  # type: ignore[arg-type]
         _check(options)
@@ -50,7 +50,7 @@ def _errors_of_usage() -> Iterator[None]:
 
 
 def _check(options: Options) -> None:
-    """Raise the error of planning for a word or an amount that it would not take."""
+    """Raise the error that planning would raise for this word or amount."""
     check_strategy(OTHER_NAMES.get(options.strategy, options.strategy))
     check_policy(options.recompute)
     stored(options.precision, options.reduce)

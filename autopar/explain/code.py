@@ -1,4 +1,4 @@
-"""The code that a plan emits, as rank 0 runs it; made without processes, on groups that do not exist."""
+"""The code emitted for a plan on rank 0; generated without processes, with fake process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explain the plan of a model from the command line; needs neither processes nor weights.
+"""Explain the plan of a model on the command line; needs neither processes nor weights.
 
     python -m autopar.explain train.py:build --mesh 2,4 --device h100       build() returns (model, sample_input)
     python -m autopar.explain package.models:small --mesh dp=2,tp=4 --save plan.json
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _refuse_lost_files(options: argparse.Namespace) -> None:
-    """Refuse to write two answers into one file, a picture over a plan that is read, and anything over Python code."""
+    """Refuse to write two answers to one file, to overwrite a plan that is read, or to overwrite Python code."""
     sources = [options.plan, *(options.diff or ()), *(options.target or "").split(":")[:1]]
     read, written = {os.path.realpath(path) for path in sources if path}, set[str]()
     for name in ("save", "trace", "html"):
@@ -143,7 +143,7 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
 
 
 def _saved(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
-    """A plan that was saved before, and the report of it."""
+    """A saved plan and its report."""
     saved = f"{options.target} is a saved plan"
     refuse(options, PLANNING, saved, "cannot change it", "name the model to plan it again")
     refuse(options, ("plan",), saved, "names another one", f"MODEL --plan {options.target}")
@@ -179,14 +179,14 @@ def _scaled(options: argparse.Namespace) -> CommandOutput:
 
 
 def _loaded(path: str) -> Plan:
-    """A plan that was saved before."""
+    """Load a saved plan."""
     if not Path(path).is_file():
         raise UsageError(f"no such file: {path}", fix=HOW)
     return Plan.load(path)
 
 
 def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
-    """The plan of a model and the answer to what was asked about it."""
+    """Plan a model and answer the questions about it."""
     forced, questions = constraints(options.why_not), _questions(options)
     with progress("building the model") as tell:
         found = _planned(options, tell)
@@ -206,7 +206,7 @@ def _explained(options: argparse.Namespace) -> tuple[Plan, CommandOutput]:
 
 
 def _questions(options: argparse.Namespace) -> Questions:
-    """What a page answers beside the report; the one number of an open mesh is that of the plan, and no other."""
+    """The additional questions of a page; the only number of an open mesh belongs to the plan itself."""
     numbers, shapes = counts(options), options.mesh == AUTO
     if shapes and len(numbers) == 1 and options.price is None:
         numbers = []
@@ -220,7 +220,7 @@ def _questions(options: argparse.Namespace) -> Questions:
 
 
 def _question(options: argparse.Namespace) -> str:
-    """What is done once the plan is there, as the line of progress says it."""
+    """What is computed after planning, in the words of the progress line."""
     if options.html:
         return "planning strategies, and what else the page shows"
     if options.why_not:
@@ -235,7 +235,7 @@ def _question(options: argparse.Namespace) -> str:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    """The plan of the TARGET alone, saved if that is asked for."""
+    """Make only the TARGET's plan, and save it if requested."""
     if options.target.endswith(".json"):
         refuse(options, PLANNING, f"{options.target} is a saved plan", "cannot change it", "name the model to plan it again")
         return _loaded(options.target)
@@ -247,7 +247,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _planned(options: argparse.Namespace, tell: Callable[[str], None]) -> Explanation | StagedExplanation:
-    """The model that the command line names, planned as it asks or as a plan that was saved says."""
+    """Plan the model of the command line, with its options or by a saved plan."""
     if options.plan:
         others = [name for name in PLANNING if name != "device"]
         refuse(options, (*others, "devices"), f"{options.plan} is a saved plan", "cannot change it", "leave it out, or --plan")

@@ -1,4 +1,4 @@
-"""The chosen plan compared with every named strategy, planned for the same captured program."""
+"""Compares the chosen plan with every named strategy, planned for the same captured program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITERATIONS = 100_000  # simplex iterations of one relaxation: enough for all but
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A strategy with its plan, or with the reason why it has no plan."""
+    """A strategy with its plan, or the reason why it has none."""
 
     strategy: str
     plan: Plan | None
@@ -31,11 +31,11 @@ class Compared:
 
     @property
     def exposed(self) -> Seconds:
-        """What the step takes of its collectives' time: the rest is hidden behind compute."""
+        """The collectives' time that the step waits for: the rest is hidden behind compute."""
         return exposed(self.plan) if self.plan else 0.0
 
     def relative(self, auto: Plan | None) -> str:
-        """How the step compares with that of auto, in words; empty for auto itself."""
+        """How the step compares with auto's, in words; empty for auto itself."""
         if auto is None or self.plan is None or self.strategy == AUTO or not auto.step_time:
             return ""
         more = self.plan.step_time / auto.step_time - 1
@@ -45,9 +45,9 @@ class Compared:
 
 
 def compare(planned: Planned, options: Options, *, iterations: int = ITERATIONS) -> list[Compared]:
-    """Every strategy that the mesh has axes for, under the same options, the chosen one as it was planned.
+    """Plan every strategy that fits the mesh's axes, under the same options; the chosen plan is kept.
 
-    One of which a relaxation takes more simplex iterations is given up, and says so.
+    A strategy whose relaxation takes too many simplex iterations is given up, and says so.
     """
     settings = replace(DEFAULTS, relaxation_iterations=iterations)
     apart = OF_TRAINING if options.mode == INFERENCE else ()
@@ -72,12 +72,12 @@ def _compared(planned: Planned, options: Options, settings: SearchSettings) -> C
 
 
 def auto_of(found: Sequence[Compared]) -> Plan | None:
-    """The plan without a named strategy, if it is among those compared."""
+    """The plan without a named strategy, if it is compared."""
     return next((entry.plan for entry in found if entry.strategy == AUTO), None)
 
 
 def comparison(found: Sequence[Compared], chosen: str) -> Iterator[Part]:
-    """The table: totals of each strategy, and by how much auto beats it."""
+    """The table of each strategy's totals, and by how much auto beats it."""
     table = grid(
         "strategy", "step ms", "compute", "communication", "bytes", "memory", "relative to auto", right=(1, 2, 3, 4, 5)
     )

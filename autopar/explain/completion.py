@@ -1,4 +1,4 @@
-"""Completion of the command line in bash, zsh and tcsh: a script that shtab writes from the commands' options."""
+"""Shell completion for bash, zsh and tcsh: a script that shtab generates from the commands' options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = ".json", ".html", ".toml", "TARGET"  # what the name of an argument that
 
 
 def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """The completion of `autopar` with these commands for a shell; raises UsageError for another shell, or without shtab."""
+    """The completion script of `autopar` for a shell; raises UsageError for an unsupported shell, or without shtab."""
     if shell not in SHELLS:
         raise UsageError(f"no completion for the shell {shell!r}", fix=f"autopar completion {' | '.join(SHELLS)}")
     try:

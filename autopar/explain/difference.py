@@ -1,4 +1,4 @@
-"""Two plans compared: the totals, then what makes the difference.
+"""Compares two plans: the totals, then what makes the difference.
 
 step time   12.345 ms, was 11.111 ms (+11.1%)
 ...
@@ -33,14 +33,14 @@ class Total:
 
     @property
     def growth(self) -> float:
-        """The growth as a fraction of the old figure: 0.1 for 10% more, infinite if that was zero."""
+        """The growth relative to the old figure: 0.1 for 10% more, infinite if that was zero."""
         if math.isclose(self.old, self.new, rel_tol=SAME):
             return 0.0
         return self.new / self.old - 1 if self.old else math.inf
 
     @property
     def now(self) -> str:
-        """The new figure, and by how much it grew if it did."""
+        """The new figure, and its growth, if any."""
         change = f" ({self._percent})" if self.growth and self.old else ""
         return f"{self._text(self.new)}{change}"
 
@@ -60,7 +60,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """Names of repeated blocks whose text changed alike; "" where a plan lacks them."""
+    """Names of repeated blocks with the same change; "" if a plan lacks them."""
 
     names: tuple[str, ...]
     old: str
@@ -68,7 +68,7 @@ class Changed:
 
     @property
     def name(self) -> str:
-        """The names as one."""
+        """The names folded into one."""
         return folded(self.names)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Difference:
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Step time, peak memory, bytes communicated, and the step as it is simulated."""
+        """Step time, peak memory, bytes communicated, and the simulated step."""
         old, new = self.old, self.new
         return (
             Total(name="step time", unit="s", old=old.step_time, new=new.step_time),
@@ -100,7 +100,7 @@ class Difference:
 
     @property
     def parts(self) -> tuple[Total, ...]:
-        """The step time, split into compute and the communication that it does not hide; of stages it is no such sum."""
+        """The step time, split into compute and exposed communication; with stages it is not such a sum."""
         old, new = self.old, self.new
         if old.pipeline or new.pipeline:
             return ()
@@ -127,11 +127,11 @@ class Difference:
 
     @property
     def runs(self) -> tuple[Changed, ...]:
-        """Ops that split other dims."""
+        """Ops that split different dims."""
         return _changed(self.old.runs, self.new.runs)
 
     def lines(self) -> Iterator[str]:
-        """The difference as a person reads it, a screenful at most."""
+        """The difference in readable form, at most a screenful."""
         yield from self.premises()
         for total in self.totals:
             yield f"{total.name:<11} {total}"
@@ -142,7 +142,7 @@ class Difference:
         yield from _listed("changed splits", [(change.name, str(change)) for change in self.runs])
 
     def premises(self) -> Iterator[str]:
-        """What was planned for, where it changed: the model, the mesh, the device, the options."""
+        """Changes in what was planned for: the model, the mesh, the device, the options."""
         old, new = self.old, self.new
         if old.hash != new.hash:
             yield f"the model or its sample changed: the program is {new.hash}, was {old.hash}"
@@ -176,7 +176,7 @@ def _sent_text(old: CommunicationTotal, new: CommunicationTotal) -> str:
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Changed, ...]:
-    """The entries that differ, repeated blocks as one, the most numerous first."""
+    """The entries that differ, with repeated blocks merged, the most numerous first."""
     pairs = {name: (old.get(name, ""), new.get(name, "")) for name in {**new, **old}}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     found = [Changed(names=tuple(names), old=was, new=now) for names, (was, now) in alike(changed)]

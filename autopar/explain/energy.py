@@ -1,7 +1,7 @@
-"""What a step of a plan takes in energy, at most: the boards at their power limit, and the network between nodes.
+"""An upper bound on the energy of a step: boards at their power limit, plus the network between nodes.
 
-Energy of a board is its limit times the length of the step; what its memory and its links inside the node take is a part of
-that, and is said apart. Cards and switches of the network are not on the boards, and are added.
+A board's energy is its limit times the length of the step; the parts of its memory and of links inside the node are included,
+and listed separately. Network cards and switches are not on the boards, and are added.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ BITS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyUse:
-    """Of one step on all devices: joules of boards while they compute and while they wait, and what is moved where.
+    """The energy of one step on all devices: joules of boards while they compute and while they wait, and of data movement.
 
-    `moved` is link -> (bytes, joules), "memory" among them. `network` are those of links that leave the node. A step has so
-    many `samples` and `tokens`, 0 where unknown.
+    `moved` is link -> (bytes, joules), "memory" among them. `network` is for links that leave the node. `samples` and `tokens`
+    are those of a step, 0 where unknown.
     """
 
     devices: int
@@ -83,7 +83,7 @@ def energy_of(plan: Plan) -> EnergyUse:
 
 
 def hops(sizes: Sequence[int]) -> list[float]:
-    """The parts of a ring's hops that each of its axes is the outermost to change, where ranks are in the mesh's order.
+    """For each axis the share of a ring's hops in which it is the outermost to change, with ranks in the mesh's order.
 
     >>> hops((8, 4))  # of four hops one leaves a group of the inner axis
     [0.25, 0.75]
@@ -93,7 +93,7 @@ def hops(sizes: Sequence[int]) -> list[float]:
 
 
 def energy_parts(use: EnergyUse, epoch: int | None) -> Iterator[Part]:
-    """The tables as they are printed; `epoch` is how many samples the data have."""
+    """The printed tables; `epoch` is the number of samples in the data."""
     unit, count = ("token", use.tokens) if use.tokens else ("sample", use.samples)
     table = grid("energy, at most", "J per step", f"J per {unit}", "kWh per epoch", right=(1, 2, 3))
     rows = {
@@ -120,7 +120,7 @@ def energy_parts(use: EnergyUse, epoch: int | None) -> Iterator[Part]:
 
 
 def per_epoch(joules: Joules, use: EnergyUse, epoch: int) -> float:
-    """Kilowatt-hours for so many samples, of a step's joules."""
+    """Kilowatt-hours for so many samples, from a step's joules."""
     return joules * epoch / use.samples / KWH
 
 

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, also where it is asked for what cannot be done, or nobody reads what it prints."""
+"""The exit code of a command, also on errors and if nobody reads its output."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopar.explain.cli_arguments import UsageError
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """What a command returns; for an error, which is printed, 2 if it is of the command line, else 1.
+    """Run a command and return its exit code; an error is printed and gives 2 if it is in the command line, else 1.
 
-    1 as well where standard output is a pipe that is closed (`| head`), about which nothing is said, or is full.
+    It is also 1 if standard output is full, or a closed pipe (`| head`), which is not reported.
     """
     try:
         code = run()

@@ -1,4 +1,4 @@
-"""An explanation: a planned model, and everything that can be asked about its plan."""
+"""Explanations: a planned model, with answers to questions about its plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Explanation:
 
     @functools.cached_property
     def sensitivity(self) -> list[Sensitivity]:
-        """What the plan loses where links or kernels are 20% faster or slower than their prices say; plans four times."""
+        """What the plan loses if links or kernels are 20% faster or slower than priced; plans four times."""
         return list(sensitivity(self.planned, self.options))
 
     @property
@@ -69,7 +69,7 @@ class Explanation:
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """What the streams of a device do in a step, as the simulator has it."""
+        """What the streams of a device do in a step, by the simulator."""
         solved, chosen = self.planned.solved, self.planned.resolved.assignment
         return simulated(solved.memory_model.liveness, solved.formulated.step_prices, chosen)
 
@@ -119,8 +119,8 @@ def explain(
         mesh: as there.
         config: as there.
         devices: as there.
-        plan: one that was made before for this model and sample, which is explained at the prices of today instead of making
-            one; its mesh and options count, and no others may be given but `device`, the one that the plan names.
+        plan: an existing plan for this model and sample, which is explained at current prices instead of planning; its mesh and
+            options are used, and only `device`, the plan's own, may be given as well.
         **options: as there.
 
     Raises:
@@ -130,7 +130,7 @@ def explain(
     if plan is not None:
         given = {"mesh": mesh, "config": config, "devices": devices} | {n: o for n, o in options.items() if n != "device"}
         if names := [name for name, value in given.items() if value is not None]:
-            raise ConstraintError(f"a plan that was made has its own {', '.join(names)}", fix="leave them out, or plan= out")
+            raise ConstraintError(f"an existing plan has its own {', '.join(names)}", fix="leave them out, or plan= out")
         return explained_before(plan, model, sample_input, options.get("device"))
     mesh, options = declared(mesh, config, devices, options)
     return explained(model, sample_input, mesh, Options(**options_of(options)))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def explain(
 def explained_before(
     plan: Plan, model: nn.Module, sample_input: object, device: object = None, stop: Stop = lambda phase: None
 ) -> Explanation:
-    """The explanation of a plan that was made before; raises as `planned_before` does."""
+    """Explain an existing plan; raises as `planned_before` does."""
     planned, options = planned_before(plan, model, sample_input, device, stop)  # type: ignore[arg-type]
     return Explanation(planned=planned, options=options)
 
@@ -147,7 +147,7 @@ def explained_before(
 def explained(
     model: nn.Module, sample_input: object, mesh: object, options: Options, stop: Stop = lambda phase: None
 ) -> Explanation | StagedExplanation:
-    """The explanation of a model's plan, by what was asked for; `stop` is called at the end of each phase of planning."""
+    """Explain a model's plan under these options; `stop` is called at the end of each phase of planning."""
     if options.pipeline is None:
         return Explanation(planned=make_plan(model, sample_input, mesh, options, stop), options=options)
     captured = read_program(model, sample_input, options)

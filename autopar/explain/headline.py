@@ -1,4 +1,4 @@
-"""A plan in a sentence, and what of its devices is wasted.
+"""Summarises a plan in a sentence, and lists what wastes its devices.
 
 16-fold batch over node, sequence and tensor parallel over gpu, weights ZeRO-3 over all 64
 axis1 is idle: all its 4 devices do the same; try mesh (16,)
@@ -31,7 +31,7 @@ WAITING = 0.25  # of a step, by waiting for messages
 
 
 def scheme_of(word: str) -> str:
-    """The scheme by which a dim is split, as users call it: words are those of `plan.breakdown`.
+    """The common name of the scheme that splits a dim; words are those of `plan.breakdown`.
 
     >>> scheme_of("batch"), scheme_of("out-features"), scheme_of("rows with 2 all-to-alls inside"), scheme_of("whole")
     ('batch', 'tensor parallel', 'expert parallel', 'replicated')
@@ -43,7 +43,7 @@ def scheme_of(word: str) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """What a plan does with the mesh, in the words that users have for it."""
+    """What a plan does with the mesh, in users' terms."""
     parts = plan.stages or (plan,)
     found = [*_stages(plan), *_schemes(parts), *_sharded(parts, plan), *_kept(parts)]
     return ", ".join(found) if found else "nothing is split: every device does all of the work"
@@ -57,7 +57,7 @@ def _stages(plan: Plan) -> Iterator[str]:
 
 
 def _schemes(parts: Sequence[Plan]) -> Iterator[str]:
-    """By what schemes the axes compute: a scheme is named for an axis where it has part of the time."""
+    """The schemes of the axes: a scheme is named for an axis if it has part of its time."""
     axes, sizes = parts[0].axes, dict(zip(parts[0].axes, parts[0].sizes, strict=True))
     shares = scheme_shares(parts)
     over: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -72,7 +72,7 @@ def _schemes(parts: Sequence[Plan]) -> Iterator[str]:
 
 
 def scheme_shares(parts: Sequence[Plan]) -> Mapping[str, Mapping[str, float]]:
-    """Axis -> scheme -> its share of the computing of the ops that a plan, or its stages, name."""
+    """Axis -> scheme -> its share of the computing time of the ops named by a plan or its stages."""
     found: dict[str, Counter[str]] = {axis: Counter() for axis in parts[0].axes}
     total = 0.0
     for part in parts:
@@ -85,7 +85,7 @@ def scheme_shares(parts: Sequence[Plan]) -> Mapping[str, Mapping[str, float]]:
 
 
 def _sharded(parts: Sequence[Plan], plan: Plan) -> Iterator[str]:
-    """Over which axes weights are stored in shards and gathered before use; those that most of the gathered weights have."""
+    """The axes over which weights are sharded and gathered before use: those of most of the gathered weights."""
     gathered = [(gathered_axes(part, name), name, part) for part in parts for name in part.breakdown.stored if ":" not in name]
     axes = Counter(over for over, _, _ in gathered if over)
     if not axes:
@@ -114,7 +114,7 @@ def _copies(part: Plan, name: str) -> Iterable[str]:
 
 
 def _kept(parts: Sequence[Plan]) -> Iterator[str]:
-    """What is done instead of keeping activations; weights that are cast again do not count."""
+    """What is done instead of keeping activations, not counting repeated casts of weights."""
     for part in parts:
         again = sum(seconds for name, seconds in part.breakdown.recompute.items() if name not in part.breakdown.copies)
         if again >= WORTH * part.breakdown.forward:
@@ -125,7 +125,7 @@ def _kept(parts: Sequence[Plan]) -> Iterator[str]:
 
 
 def waste(plan: Plan) -> list[str]:
-    """What the devices do in vain, each with what would help: axes that repeat work, waiting, bubbles of a pipeline."""
+    """Wasted device time, each with a remedy: axes that repeat work, waiting, pipeline bubbles."""
     parts = plan.stages or (plan,)
     idle = _idle(parts)
     found = [_without(plan, idle)] if idle else []
@@ -147,13 +147,13 @@ def _idle(parts: Sequence[Plan]) -> list[str]:
 
 
 def _stored_split(parts: Sequence[Plan], axis: str) -> bool:
-    """Whether an axis splits what is stored."""
+    """Whether an axis splits stored tensors."""
     place = parts[0].axes.index(axis)
     return any(words[place] != WHOLE for part in parts for words in part.breakdown.stored.values())
 
 
 def _repeated(parts: Sequence[Plan], axis: str) -> str:
-    """What is said of an axis along which devices do the same work; empty if that is little, or if it is idle."""
+    """The remark on an axis along which devices repeat the same work; empty if that is little, or if the axis is idle."""
     share, first = scheme_shares(parts)[axis].get(SAME, 0.0), parts[0]
     size = first.sizes[first.axes.index(axis)]
     if share < WASTE or size == 1:
@@ -164,7 +164,7 @@ def _repeated(parts: Sequence[Plan], axis: str) -> str:
 
 
 def _without(plan: Plan, idle: Collection[str]) -> str:
-    """What is said of axes that are idle, with the mesh that would do, as users write it."""
+    """The remark on idle axes, with a mesh that would suffice."""
     devices = plan.mesh.devices  # an axis of memories is none of the user's
     sizes = dict(zip(devices.axes, devices.sizes, strict=True))
     left = {axis: size for axis, size in sizes.items() if axis not in idle}

@@ -1,4 +1,4 @@
-"""The report as a page: one HTML file for a browser, made with Bokeh, which is an extra of this package."""
+"""The report as one HTML page, made with Bokeh, which is an extra of this package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARY = "bokeh"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What a page answers beside the report: see the options of the command line of these names."""
+    """The additional questions of a page: see the command-line options with these names."""
 
     budgets: bool = False
     devices: Sequence[int] = ()
@@ -31,9 +31,9 @@ class Questions:
     why_not: Mapping[str, str] = field(default_factory=dict)
 
     def page(self, found: Explanation | StagedExplanation, options: Options) -> str:
-        """The report with the answers; on other `devices` the model is planned with `options`.
+        """The report with the answers; for other `devices` the model is planned with `options`.
 
-        With `shapes` those of the meshes are searched, as with --mesh auto.
+        With `shapes` the mesh shapes are searched too, as with --mesh auto.
         """
         why_not = found.why_not(self.why_not) if self.why_not else None  # first: what is wrong with it is said at once
         if isinstance(found, StagedExplanation):
@@ -51,7 +51,7 @@ class Questions:
 
 
 class MissingLibraryError(AutoparError):
-    """A library that is installed with an extra of this package is not there."""
+    """A library that comes with an extra of this package is not installed."""
 
 
 def html_report(
@@ -62,13 +62,13 @@ def html_report(
     price: float | None = None,
     why_not: WhyNot | None = None,
 ) -> str:
-    """A page that says what the report says, with plots; it holds all that it needs, and asks no network for anything.
+    """The report as a page with plots; it is self-contained and needs no network.
 
     Args:
-        found: a planned model, or a plan alone: then without timeline, strategies and candidates.
+        found: a planned model, or only a plan: then the page has no timeline, strategies and candidates.
         sweep: plans within smaller budgets, by `budget_sweep.budget_sweep`.
         scaling: plans on other numbers of devices, by `scaling.scaling`.
-        price: of a device for an hour, for the cost of these.
+        price: the price of a device per hour, for the cost of these.
         why_not: what forcing layouts changes, by `Explanation.why_not`.
 
     Raises MissingLibraryError if Bokeh is not installed.

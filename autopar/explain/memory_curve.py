@@ -1,4 +1,4 @@
-"""Memory over the step: what a device holds at each moment, by purpose, as the memory model has it."""
+"""The memory curve: what a device holds at each moment of the step, by purpose, by the memory model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ POINTS = 600  # moments that are kept of a step, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCurve:
-    """Bytes by purpose at moments of the step, which are `said` in words; `forward` of the `count` moments are the forward.
+    """Bytes by purpose at moments of the step, described by `said`; the first `forward` of the `count` moments are the forward.
 
-    Of a long step it has the fullest of each few neighbours, so that the peak is the step's.
+    A long step is thinned to the fullest of each few neighbours, which keeps the peak.
     """
 
     moments: tuple[int, ...]
@@ -38,7 +38,7 @@ class MemoryCurve:
 
 
 def memory_curve(model: MemoryModel, chosen: Assignment, points: int = POINTS) -> MemoryCurve:
-    """The memory of one micro-batch's step under an assignment, and of what others hold beside it."""
+    """The memory of one micro-batch's step under an assignment, plus what other micro-batches hold."""
     program, optimizer = model.formulated.analysis.program, model.formulated.prices.optimizer
     lives, whole = model.liveness.lives(chosen), model.liveness.walk(chosen)
     kept = _fullest(whole, points)
@@ -68,7 +68,7 @@ def _fullest(whole: Floats, points: int) -> Ints:
 
 
 def _alive(held: list[tuple[LiveRange, Bytes]], times: Ints) -> Floats:
-    """Bytes alive at some times: what has begun by then, without what has ended before."""
+    """Bytes alive at some times: those that have begun by then, minus those that have ended."""
     sizes = np.array([size for _, size in held], dtype=np.float64)
 
     def before(ends: Ints, side: str) -> Floats:

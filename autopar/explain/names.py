@@ -1,4 +1,4 @@
-"""Which operators and given tensors a name on the command line means: a value, a parameter, a module, or a glob of these."""
+"""Finds the operators and given tensors that a name means: a value, a parameter, a module, or a glob of these."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autopar.search_space.constraints import targets
 def choices_of(analysis: Analysis, glob: str) -> list[str]:
     """The classes of ops and given tensors that a name means, each once.
 
-    What has exactly this name comes before what it matches as a glob. A module means the operators of its own that the report
-    names; if it has none, those inside it; if there are none, all of its operators. Raises InputError for a name that matches
-    nothing, with the closest names.
+    An exact match takes precedence over a glob. A module means its own operators that the report names; if it has none, those
+    inside it; if there are none, all of its operators. Raises InputError for a name that matches nothing, with the closest
+    names.
     """
     program = analysis.program
     inside = _modules(program.ops)
@@ -49,7 +49,7 @@ def _modules(ops: Sequence[Op]) -> dict[str, list[Op]]:
 
 
 def _telling(analysis: Analysis, module: str, ops: Sequence[Op]) -> Sequence[Op]:
-    """The ops of a module that a person asks about."""
+    """The ops of a module that people ask about."""
     own = [op for op in ops if op.name.startswith(f"{module}:")]
     telling = [[op for op in group if told(analysis, op)] for group in (own, ops)]
     return next(filter(None, (*telling, own, ops)))

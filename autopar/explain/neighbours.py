@@ -1,7 +1,7 @@
-"""The neighbours of a target's file: what it imports from its own folder, as a script may.
+"""Lets a target's file import its neighbours from its own folder, as a script may.
 
-Two targets may have neighbours of one name, such as `config.py`. Those of a target stay until one of another folder is
-imported: its forward may import some, too, when it is captured.
+Two targets may have neighbours with the same name, such as `config.py`. Those of a target stay until a target of another folder
+is imported, because its forward may import some during capture.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from types import ModuleType
 
 
 class Neighbours:
-    """The folder from which a target imports, and the path that there was before."""
+    """The folder that a target imports from, and the previous path."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.path: Sequence[str] = ()
 
     def enter(self, folder: Path) -> None:
-        """Import from a folder, an absolute path, from now on, and no more from the one before."""
+        """Import from this folder, an absolute path, from now on, instead of the previous one."""
         if folder != self.folder:
             self._leave()
             self.folder, self.path = folder, tuple(sys.path)
         sys.path.insert(0, str(folder))
 
     def _leave(self) -> None:
-        """Forget the modules of the folder to which nothing else leads."""
+        """Forget the modules of the folder that nothing else leads to."""
         roots = {root: sys.modules.get(root) for root in {name.partition(".")[0] for name in sys.modules}}
         own = {root: module for root, module in roots.items() if module is not None and self._holds(_place(module))}
         sys.path[:] = [entry for entry in sys.path if entry in self.path or not self._holds(entry)]
@@ -37,7 +37,7 @@ class Neighbours:
             del sys.modules[name]
 
     def _holds(self, place: str | None) -> bool:
-        """Whether a path lies in the folder; the packages of an environment in it do not."""
+        """Whether a path is in the folder, not counting the packages of an environment in it."""
         if self.folder is None or place is None:
             return False
         path = Path(place).resolve()

@@ -1,4 +1,4 @@
-"""Answers: what is printed, and the same as data for programs."""
+"""Answers of the commands, printed for people or as data for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.plan.text import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Rows that are planned as they are asked for: as they are printed, or as data."""
+    """Rows that are planned on demand, for printing or as data."""
 
     parts: Callable[[], Iterator[Part]]
     data: Callable[[], Mapping[str, object]]
@@ -34,14 +34,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOutput:
-    """Lines and tables for people, data for programs; what takes long comes as a stream, row by row."""
+    """Lines and tables for people, data for programs; slow answers come as a stream, row by row."""
 
     sections: tuple[tuple[Part, ...], ...] = ()
     data: Mapping[str, object] = field(default_factory=dict)
     stream: Stream | None = None
 
     def parts(self) -> Iterator[Part]:
-        """What is printed: the sections, and at last the stream."""
+        """What is printed: the sections, then the stream."""
         last = () if self.stream is None else (self.stream.parts(),)
         for number, section in enumerate((*self.sections, *last)):
             yield from ("",) * (number > 0)
@@ -54,23 +54,23 @@ class CommandOutput:
 
 
 def of_plan(plan: Plan) -> CommandOutput:
-    """What a plan says by itself."""
+    """The output for a plan alone."""
     return CommandOutput(sections=(tuple(report(plan)),), data={"plan": _plan(plan)})
 
 
 def of_energy(plan: Plan, epoch: int | None) -> CommandOutput:
-    """What a step of a plan takes in energy, and what it moves."""
+    """The output for a step's energy and data movement."""
     use = energy_of(plan)
     return CommandOutput(sections=(tuple(energy_parts(use, epoch)),), data={"energy": energy_data(use, epoch)})
 
 
 def of_page(plan: Plan, path: str) -> CommandOutput:
-    """What is printed of a plan whose report is a page."""
+    """The output for a plan whose report is a page."""
     return CommandOutput(sections=((headline(plan), *waste(plan), f"the report is in {path}"),), data={"plan": _plan(plan)})
 
 
 def of_difference(found: Difference) -> CommandOutput:
-    """What differs between two plans."""
+    """The output for two plans that are compared."""
     return CommandOutput(sections=(tuple(found.lines()),), data={"difference": list(found.lines())})
 
 
@@ -83,7 +83,7 @@ def of_model(
     sweep: bool = False,
     sensitivity: bool = False,
 ) -> CommandOutput:
-    """The answers to what was asked about a model: the report if nothing was. The data always hold the plan."""
+    """The answers to the questions about a model: the report if there are none. The data always hold the plan."""
     sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan), "phases": dict(found.planned.phases)}
     if not (why or why_not or code or sweep or sensitivity):
@@ -134,7 +134,7 @@ def of_stages(
     sweep: bool = False,
     sensitivity: bool = False,
 ) -> CommandOutput:
-    """The answers to what was asked about a model in stages: the report if nothing was."""
+    """The answers to the questions about a model in stages: the report if there are none."""
     sections: list[tuple[Part, ...]] = []
     data: dict[str, object] = {"plan": _plan(found.plan)}
     if not (why or why_not or code or sweep or sensitivity):

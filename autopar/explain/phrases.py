@@ -1,4 +1,4 @@
-"""Phrases of the report: what an operator splits, how a parameter is stored and used, what takes memory.
+"""The report's phrases: what an operator splits, how a parameter is stored and used, what takes memory.
 
 ("out-features", "batch") over (dp, tp)   ->   out-features split over dp, batch split over tp
 """
@@ -88,7 +88,7 @@ def _grouped(words: Sequence[str], axes: Sequence[str]) -> Iterable[str]:
 
 
 def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """What is done to a parameter or its copies before use, then to their gradients.
+    """What happens to a parameter or its copies before use, then to their gradients.
 
     `backward` lists (kind, axis) of the collectives of each in the backward.
     """
@@ -116,5 +116,5 @@ def use(plan: Plan, name: str, backward: Mapping[str, Sequence[tuple[str, str]]]
 
 
 def held(entry: Allocation) -> str:
-    """What takes memory, with how many of its like."""
+    """What takes memory, with its count."""
     return f"{HELD.get(entry.kind, entry.kind)} {entry.name}" + (f", {entry.count} of these" if entry.count > 1 else "")

@@ -1,4 +1,4 @@
-"""What the fixture `plan_cost` gives to a test: a comparison of a plan with the baseline beside the test."""
+"""The test fixture `plan_cost`, which compares a plan with the baseline next to the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UPDATE = "pytest --update-plan-costs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCost:
-    """Compares plans with baselines in `folder`; `test` names plans without a name, `tell` reports what is not a failure."""
+    """Compares plans with baselines in `folder`; `test` names unnamed plans, `tell` reports anything short of a failure."""
 
     folder: Path
     test: str
@@ -49,7 +49,7 @@ class PlanCost:
         tolerance: float = TOLERANCE,
         **options: object,
     ) -> Plan:
-        """Fail the test if a plan, or that of a model, costs more than its baseline; returns the plan.
+        """Fail the test if a plan, or a model's plan, costs more than its baseline; returns the plan.
 
         `options` are those of `autopar.plan`. `tolerance` is the fraction by which a figure may be worse.
         """

@@ -1,8 +1,8 @@
-"""The report of a plan: alike for a plan just made and for one read from its file.
+"""The report of a plan, the same for a plan just made and for one read from a file.
 
-headline  what the plan does, and what it wastes, in the words of its users
+headline  what the plan does, and what it wastes, in users' terms
 totals    what was planned for, the step time and the memory, and the cost parameters with their sources
-modules   how every module runs and how its parameters are stored, repeated blocks as one
+modules   how every module runs and how its parameters are stored, with repeated blocks merged
 time      the step, split into compute and each kind of communication
 memory    what the device holds at the peak, and what is recomputed or offloaded to keep the peak low
 """
@@ -29,7 +29,7 @@ Lines = tuple[tuple[str, str], ...]  # (an op or parameters, what is done)
 
 
 def report(plan: Plan) -> Iterator[Part]:
-    """Every section, with an empty line between them; of a pipeline its schedule and the sections of each stage."""
+    """All sections, separated by empty lines; for a pipeline its schedule and the sections of each stage."""
     yield headline(plan)
     yield from waste(plan)
     yield ""
@@ -79,7 +79,7 @@ def _named(plan: Plan, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, Lines]]:
-    """Modules with their lines; repeated blocks are one row, and so are neighbours of one parent: "attn.q, k, v"."""
+    """Modules with their lines; repeated blocks share a row, as do neighbours under one parent: "attn.q, k, v"."""
     lines_of = {module: tuple(lines) for module, lines in _lines(plan).items()}
     rows = [(*folded(names).rpartition("."), lines) for names, lines in alike(lines_of)]
     for (parent, dot, lines), group in itertools.groupby(rows, key=lambda row: (row[0], row[1], row[3])):
@@ -87,7 +87,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, Lines]]:
 
 
 def _lines(plan: Plan) -> Mapping[str, list[tuple[str, str]]]:
-    """Per module, in the order in which they run, lines of (op or parameters, what is done)."""
+    """Per module, in execution order, lines of (op or parameters, what is done)."""
     found: dict[str, list[tuple[str, str]]] = {}
     for op, words in plan.breakdown.runs.items():
         line = kind_of(op), runs(words, plan.axes)
@@ -148,7 +148,7 @@ def elsewhere(where: str, sizes: Mapping[str, Bytes]) -> Iterator[Part]:
 
 
 def _most_expensive(title: str, seconds: Mapping[str, Seconds]) -> Iterator[Part]:
-    """A table of what takes so long, the most expensive first, repeated blocks as one."""
+    """A table of times, the most expensive first, with repeated blocks merged."""
     if not seconds:
         return
     groups = [(sum(seconds[name] for name in names), names) for names in by_block(seconds)]

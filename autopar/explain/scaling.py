@@ -1,7 +1,7 @@
-"""How a model scales: the fastest plan for each of several numbers of devices, and the fewest that take a step in time.
+"""How a model scales: the fastest plan for each number of devices, and the fewest devices for a given step time.
 
 Every number of devices trains the same global batch, the sample's (strong scaling). The devices of a node are one mesh axis,
-nodes another one outside of it: 64 devices in nodes of 8 are planned on (8, 8), or in the fastest shape.
+and nodes are another one outside of it: 64 devices in nodes of 8 are planned on (8, 8), or in the fastest shape.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ COLUMNS = ("devices", 9), ("mesh", 10), ("step ms", 12), ("speed-up", 10), ("eff
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingStep:
-    """The plan for a number of devices: seconds of its step, the share of the devices' peaks (MFU), the peak memory of each.
+    """The plan for a number of devices: step time, share of the devices' peaks (MFU), and peak memory of each.
 
-    Without a plan these are 0, and `refusal` says why. `samples` and `tokens` are those of a step, 0 where unknown.
+    Without a plan these are 0, and `refusal` says why. `samples` and `tokens` are per step, 0 where unknown.
     """
 
     devices: int
@@ -46,17 +46,17 @@ class ScalingStep:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, or samples where these are no tokens."""
+        """Tokens per second, or samples per second if there are no tokens."""
         return (self.tokens or self.samples) / self.step_time if self.step_time else 0.0
 
     @property
     def per_million(self) -> Seconds:
-        """Seconds of all devices together for a million tokens, or samples."""
+        """Device seconds, summed over devices, for a million tokens or samples."""
         return 1e6 * self.devices / self.rate if self.rate else 0.0
 
 
 def node_mesh(devices: int, per_node: int) -> tuple[int, ...]:
-    """The mesh of so many devices: one axis inside a node, else nodes and the devices of each, where nodes are full.
+    """The mesh of so many devices: one axis inside a node; else nodes and devices per node, if nodes are full.
 
     >>> node_mesh(4, 8), node_mesh(64, 8), node_mesh(12, 8)
     ((4,), (8, 8), (12,))
@@ -65,9 +65,9 @@ def node_mesh(devices: int, per_node: int) -> tuple[int, ...]:
 
 
 def scaling(program: Program, counts: Iterable[int], options: Options, *, shapes: bool = False) -> Iterator[ScalingStep]:
-    """The fastest plan of a captured program on each number of devices; each is planned when it is asked for.
+    """The fastest plan of a captured program on each number of devices; each is planned on demand.
 
-    With `shapes` those of the mesh are searched too (`autopar.planning.mesh_shapes`).
+    With `shapes` the mesh shapes are searched too (`autopar.planning.mesh_shapes`).
     """
     per_node = catalog.device(options.device, processes=1).per_node
     for devices in counts:
@@ -101,16 +101,16 @@ def _step(devices: int, sizes: tuple[int, ...], plan: Plan) -> ScalingStep:
 
 
 def fewest(steps: Iterable[ScalingStep], within: Seconds) -> ScalingStep | None:
-    """The step of the fewest devices that takes so long at most; None if none does."""
+    """The step on the fewest devices that takes at most so long; None if there is none."""
     fast = (step for step in steps if not step.refusal and step.step_time <= within)
     return min(fast, key=lambda step: step.devices, default=None)
 
 
 def best(steps: Iterable[ScalingStep], objective: str, within: Seconds | None = None) -> ScalingStep | None:
-    """The step that is best by "time", by "energy" or by "cost", which is time on all devices; None if none has a plan.
+    """The best step by "time", "energy" or "cost", which is device time; None if none has a plan.
 
-    Of those that take so long at most, if `within` says so; of equal ones that of the fewest devices. Steps of unknown energy
-    are none by that.
+    With `within`, among steps that take at most so long; ties go to the fewest devices. Steps of unknown energy do not count
+    for "energy".
     """
     worth: dict[str, Callable[[ScalingStep], float]] = {
         "time": lambda step: step.step_time,
@@ -125,11 +125,11 @@ def best(steps: Iterable[ScalingStep], objective: str, within: Seconds | None = 
 def scaling_parts(
     steps: Iterable[ScalingStep], within: Seconds | None, price: float | None, objective: str | None = None
 ) -> Iterator[Part]:
-    """The table as it is printed, a row as soon as its plan is there; then the answer to `within`, in seconds.
+    """The printed table, a row as soon as its plan is ready; then the answer to `within`, in seconds.
 
-    With an `objective` it ends with the number of devices that is best by it.
+    With an `objective` it ends with the best number of devices by it.
 
-    `price` is that of a device for an hour: with it a row has the price of a million tokens, or samples.
+    With `price`, of a device per hour, a row has the price of a million tokens or samples.
     """
     known: list[ScalingStep] = []
     for step in steps:
@@ -182,7 +182,7 @@ def _answer(known: Sequence[ScalingStep], within: Seconds) -> str:
 
 
 def _best(known: Sequence[ScalingStep], objective: str, within: Seconds | None, price: float | None) -> str:
-    """Which of the steps is best, with what it takes."""
+    """The best of the steps, with its figures."""
     found = best(known, objective, within)
     if found is None:
         return f"none of these has a known {objective}" + (" within that time" if within is not None else "")
@@ -198,7 +198,7 @@ def _best(known: Sequence[ScalingStep], objective: str, within: Seconds | None, 
 
 
 def scaling_data(steps: Iterable[ScalingStep], within: Seconds | None, objective: str | None = None) -> dict[str, object]:
-    """The table as data; with `within` the fewest devices that are fast enough, with an `objective` the best; or None."""
+    """The table as data; with `within` also the fewest devices that are fast enough, with an `objective` the best; or None."""
     known = list(steps)
     found = fewest(known, within) if within is not None else None
     data: dict[str, object] = {"scaling": [asdict(step) for step in known]}

@@ -1,4 +1,4 @@
-"""Sensitivity: what a plan loses where links or kernels are faster or slower than their prices say."""
+"""Sensitivity: what a plan loses if links or kernels are faster or slower than priced."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCENARIOS = (("links", 1 + ERROR), ("links", 1 - ERROR), ("kernels", 1 + ERROR),
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """A plan, and the best plan that is found, where something runs at another speed.
+    """A plan and the best plan found if something runs at another speed.
 
     Attributes:
         what: "links" or "kernels".
-        speed: theirs, relative to the prices that the plan was chosen by.
+        speed: their speed, relative to the prices that the plan was chosen by.
         step_time: of the plan at these prices.
         best: step time of the plan that is chosen by these prices.
-        bound: every plan takes at least so long; None where nothing is proven.
+        bound: a lower bound on the step time of every plan; None if nothing is proven.
     """
 
     what: str
@@ -39,17 +39,17 @@ class Sensitivity:
 
     @property
     def lost(self) -> float:
-        """By how much the plan is slower than the best one found, relative to that; 0 if that is not faster."""
+        """How much slower the plan is than the best one found, relative to that; 0 if that is not faster."""
         return max(0.0, self.step_time / self.best - 1) if self.best else 0.0
 
     @property
     def lost_at_most(self) -> float:
-        """By how much it can be slower than any plan, relative to the bound."""
+        """How much slower it can be than any plan, relative to the bound."""
         return max(self.lost, self.step_time / self.bound - 1) if self.bound else self.lost
 
 
 def sensitivity(planned: Planned, options: Options) -> Iterator[Sensitivity]:
-    """The plan against the best one at each of `SCENARIOS`, within its budget, its number of micro-batches and its padding."""
+    """Compare the plan with the best one in each of `SCENARIOS`, with its budget, number of micro-batches and padding."""
     formulated, chosen = planned.solved.formulated, planned.resolved.assignment
     schedule = Schedule(formulated.program, chosen)
     for what, speed in SCENARIOS:
@@ -62,7 +62,7 @@ def sensitivity(planned: Planned, options: Options) -> Iterator[Sensitivity]:
 
 
 def sensitivity_parts(found: Iterable[Sensitivity]) -> Iterator[Part]:
-    """The table, and in a sentence how far the choice can be trusted."""
+    """The table, and a sentence on how far the choice can be trusted."""
     table = grid("if", "this plan ms", "best ms", "lost", "at most", right=(1, 2, 3, 4))
     most, proven = 0.0, True
     for one in found:

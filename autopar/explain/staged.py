@@ -1,4 +1,4 @@
-"""The explanation of a plan in pipeline stages: its report, the stage of a name, its schedule in time, and its code."""
+"""Explains a plan in pipeline stages: its report, answers by stage, the timeline of its schedule, and its code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ StageWhy = tuple[int, Why]  # a stage, and what is chosen in it
 class StagedExplanation:
     """A model planned in stages, with the answers to questions about its plan; prints as the whole report.
 
-    `program` is that of the whole batch, `mesh` what it was planned for, `solved` the solution of each stage, `made` what the
-    plan says, by `planner`.
+    `program` is that of the whole batch, `mesh` the mesh planned for, `solved` the solution of each stage, `made` the resolved
+    plan, from `planner`.
     """
 
     plan: Plan
@@ -47,7 +47,7 @@ class StagedExplanation:
 
     @property
     def trace(self) -> str:
-        """The schedule in time as JSON that https://ui.perfetto.dev draws."""
+        """The timeline of the schedule as JSON for https://ui.perfetto.dev."""
         return trace_of(self.plan)
 
     @property
@@ -101,14 +101,14 @@ class StagedExplanation:
 
 
 def trace_of(plan: Plan) -> str:
-    """The schedule of a plan in stages, in time, as JSON."""
+    """The timeline of the schedule of a plan in stages, as JSON."""
     found = plan.pipeline
     assert found is not None, "the plan has stages"
     return schedule_trace(found.timeline, once_of(found), found.axis)
 
 
 def once_of(pipeline: Pipeline) -> list[Seconds]:
-    """What each rank of a pipeline takes at the end of a step, once: the optimizer, sums of gradients."""
+    """The seconds that each rank of a pipeline takes once, at the end of a step: the optimizer, sums of gradients."""
     once = [0.0] * len(pipeline.order.ranks)
     for stage, rank in pipeline.order.rank_of.items():
         once[rank] += pipeline.seconds[stage].once
@@ -116,7 +116,7 @@ def once_of(pipeline: Pipeline) -> list[Seconds]:
 
 
 def staged_why_parts(found: StagedExplanation, answers: Sequence[StageWhy]) -> Iterator[Part]:
-    """The answers as they are printed, each stage under its name."""
+    """The printed answers, each stage under its name."""
     for number, place in enumerate(dict.fromkeys(stage for stage, _ in answers)):
         yield from ("",) * (number > 0)
         yield found.title(place)

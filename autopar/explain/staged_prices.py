@@ -1,4 +1,4 @@
-"""A plan in pipeline stages within other budgets, and at other prices: cut and schedule stay, the stages are planned anew."""
+"""Plans a pipeline's stages again for other budgets and other prices, keeping cuts and schedule."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from autopar.planning.stage_plans import StagePlanner, stage_seconds
 
 
 def staged_budget_sweep(found: StagedExplanation) -> Iterator[SweepStep]:
-    """The plans of the same stages within less and less memory, until one of them has none; at last within the smallest budget
-    that it asks for, or the next one that has no plan in that, and a hundredth more."""
+    """Plan the same stages within less and less memory until one has no plan; then within 1% more than the smallest budget that
+    this stage, or the next one without a plan there, asks for.
+    """
     free = _within(found, PLENTY)
     yield step_within(free.peak_memory, free)
     try:
@@ -56,12 +57,12 @@ def _within(found: StagedExplanation, budget: Bytes) -> Plan:
 
 
 def _staged(made: StagedStep, mesh: Mesh, planner: StagePlanner) -> StagedStep:
-    """The cut and the schedule of a plan with the stages of another planner."""
+    """The cuts and schedule of a plan with the stages of another planner."""
     return staged(made.steps, mesh, made.axis, made.cut, planner)
 
 
 def staged_sensitivity(found: StagedExplanation) -> Iterator[Sensitivity]:
-    """The plan, and the best one in the same stages, at each of `SCENARIOS`, which include links between stages."""
+    """The plan and the best one with the same stages, in each of `SCENARIOS`, which include links between stages."""
     made, old = found.made, found.planner
     at = made.mesh.axes.index(made.axis)
     for what, speed in SCENARIOS:
@@ -75,7 +76,7 @@ def staged_sensitivity(found: StagedExplanation) -> Iterator[Sensitivity]:
 
 
 def _seconds(found: StagedExplanation, link: Link, model: CostModel) -> Seconds:
-    """The step of the plan as it is, at other prices."""
+    """The step of the unchanged plan at other prices."""
 
     def of_stage(one: Optimized) -> StageSeconds:
         prices = Prices(mesh=found.planner.mesh, optimizer=one.optimizer, model=model)

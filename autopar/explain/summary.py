@@ -1,6 +1,6 @@
-"""What of a plan is worth comparing with another: its totals, its communication, stored layouts, and how ops are split.
+"""The parts of a plan worth comparing: totals, communication, stored layouts, and how ops are split.
 
-A summary is small: repeated blocks are folded into one entry where it is written, as in {"h.0-11.mlp.c_fc.weight": "I, S(1)"}.
+A summary is small: repeated blocks are folded into one entry when written, as in {"h.0-11.mlp.c_fc.weight": "I, S(1)"}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CommunicationTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSummary:
-    """The stages of a plan, the modules in which they begin, and the share of the step for which ranks are idle."""
+    """The stages of a plan, the modules in which they begin, and the bubble."""
 
     axis: str
     schedule: str
@@ -73,7 +73,7 @@ class Summary:
     """Totals, communication by kind, axis and pass, layouts, and the dims that ops split, in words.
 
     `stored` has inputs, parameters, buffers and outputs; `runs` the ops that have parameters or are well known. With a
-    `pipeline` these are of all stages, and so are the collectives: no rank takes part in all of them.
+    `pipeline` these, and the collectives, are of all stages: no rank takes part in all of them.
     """
 
     hash: str
@@ -103,17 +103,17 @@ class Summary:
 
     @property
     def exposed(self) -> Seconds:
-        """What the step takes of that time: the rest is hidden behind compute."""
+        """The part of that time that the step waits for: the rest is hidden behind compute."""
         return self.communication - self.hidden
 
     @property
     def off(self) -> float:
-        """The fraction by which the simulated step is longer than its price; negative where it is shorter."""
+        """The fraction by which the simulated step is longer than its price; negative if it is shorter."""
         return self.simulated / self.step_time - 1
 
     @property
     def mesh(self) -> str:
-        """The mesh as the command line takes it: "dp=2,tp=4"."""
+        """The mesh in command-line notation: "dp=2,tp=4"."""
         return ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
 
     @staticmethod
@@ -144,7 +144,7 @@ class Summary:
         )
 
     def to_data(self) -> dict[str, object]:
-        """The summary as JSON has it."""
+        """The summary as JSON data."""
         data = asdict(self)
         for entry in data["collectives"]:
             entry["pass"] = entry.pop("where")
@@ -154,7 +154,7 @@ class Summary:
 
     @staticmethod
     def from_data(data: Mapping[str, object]) -> Summary:
-        """The summary that JSON data denote; raises ValueError, with the place, where they do not denote one."""
+        """Read a summary from JSON data; raises ValueError, with the place, if they are invalid."""
         sent = data.get("collectives")
         rows = [_renamed(row, "pass", "where") for row in sent] if isinstance(sent, list) else sent
         made = typed(Summary, {**data, "collectives": rows} if "collectives" in data else dict(data))
@@ -169,12 +169,12 @@ class Summary:
 
 
 def _renamed(row: object, old: str, new: str) -> object:
-    """A JSON object with one entry under another name."""
+    """A JSON object with one entry renamed."""
     return {new if name == old else name: held for name, held in row.items()} if isinstance(row, dict) else row
 
 
 def fold(entries: Mapping[str, str]) -> dict[str, str]:
-    """One entry for names that differ in block numbers only and have the same text, where `unfold` gives them all back.
+    """Merge names that differ only in block numbers and have the same text, if `unfold` can restore them all.
 
     >>> fold({"h.0.w": "I", "h.1.w": "I", "h.2.w": "S(0)"})
     {'h.0-1.w': 'I', 'h.2.w': 'S(0)'}
@@ -188,12 +188,12 @@ def _folded(names: list[str]) -> list[str]:
 
 
 def _escaped(name: str) -> str:
-    """A name of which no part reads as a folded one."""
+    """A name escaped so that no part reads as a folded one."""
     return "".join(f"\\{part}" if _runs(part) or part.startswith("\\") else part for part in re.split(r"([.:])", name))
 
 
 def unfold(entries: Mapping[str, str]) -> dict[str, str]:
-    """The entries that `fold` made one of; raises ValueError for more of them than any model has."""
+    """Restore the entries that `fold` merged; raises ValueError for more of them than any model has."""
     if sum(map(_count, entries)) > MOST:
         raise ValueError(f"it stands for more than {MOST} names")
     return {name: text for names, text in entries.items() for name in unfolded(names)}

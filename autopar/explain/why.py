@@ -1,10 +1,10 @@
-"""Why an operator runs as it does: its candidates, and what each would cost with the rest of the plan as it was chosen.
+"""Explains why an operator runs as it does: its candidates, and what each would cost with the rest of the plan unchanged.
 
 marginal price = the candidate's own time + the cheapest conversions to and from the chosen layouts of its neighbours, with the
 latency of messages that carry nothing else, and with what messages outlast computing by more, or less, than in the plan
 
-Other operators keep their choice here; what a change costs when all of them may follow is answered by planning
-again (`autopar.explain.whynot`).
+Other operators keep their choice here; to see what a change costs when all of them may adapt, plan again
+(`autopar.explain.whynot`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MOST = 8  # candidates shown, and operators if a name matches many
 class Alternative:
     """One candidate: its own time, that of the conversions around it, and the peak memory of the plan with it, if known.
 
-    `words` say what is split on each axis, `layout` is that of the first result (or of the stored tensor) as a constraint
-    says it.
+    `words` say what is split on each axis, `layout` is that of the first result (or of the stored tensor) in constraint
+    notation.
     """
 
     words: tuple[str, ...]
@@ -59,7 +59,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """The cheapest candidates of one choice, the chosen one among them; seconds are totals over all `members`."""
+    """The cheapest candidates of one choice, including the chosen one; seconds are totals over all `members`."""
 
     name: str
     kind: str
@@ -75,7 +75,9 @@ def why(solved: Optimized, glob: str, most: int = MOST) -> list[Why]:
 
 
 def why_choice(solved: Optimized, name: str, most: int = MOST, *, peaks: bool = True) -> Why:
-    """The candidates of one class of operators or tensors, by the name of that class; without peaks it walks no memory."""
+    """The candidates of one class of operators or tensors, by the name of that class; without peaks it skips the memory
+    analysis.
+    """
     formulated = solved.formulated
     program = formulated.program
     choice = formulated.names.index(name)
@@ -123,7 +125,7 @@ def _words(solved: Optimized, name: str, candidate: Candidate) -> tuple[str, ...
 def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Seconds, Seconds]]:
     """Own seconds and conversion seconds of the candidates that can be among the cheapest, and of the chosen one.
 
-    They are taken in the order of their own seconds, until these alone exceed what the cheapest take with conversions.
+    Candidates are tried in order of their own seconds, until these alone exceed the cheapest totals.
     """
     problem, solution = solved.formulated.problem, solved.solution
     own = problem.choices[choice].seconds
@@ -148,7 +150,7 @@ def _prices(solved: Optimized, choice: int, most: int) -> dict[int, tuple[Second
 
 
 class _Waiting:
-    """By how much messages outlast the computing beside them, where one choice and the edges around it change."""
+    """How much messages outlast the computing that hides them, if one choice and the edges around it change."""
 
     def __init__(self, solved: Optimized, choice: int, around: Sequence[int]) -> None:
         self._problem, solution = solved.formulated.problem, solved.solution
@@ -162,7 +164,7 @@ class _Waiting:
         self.chosen = excess(regions, self._whole)
 
     def more(self, moved: Solution) -> Seconds:
-        """Seconds more than in the plan, less than 0 if fewer."""
+        """Additional seconds compared with the plan; negative if fewer."""
         paid = list(self._paid)
         for t in self._touched:
             paid[t] = charge_share(self._problem, self._problem.fixed_charges[t], moved.picks, moved.arcs)
@@ -181,7 +183,7 @@ def _around(solved: Optimized, choice: int) -> list[int]:
 
 
 def _alone(solved: Optimized, around: Sequence[int]) -> list[FixedCharge]:
-    """The fixed charges that only these edges may cause; what another edge pays anyway does not count."""
+    """The fixed charges caused by these edges alone, without those that another edge pays anyway."""
     problem, solution = solved.formulated.problem, solved.solution
     found = []
     for fixed_charge in problem.fixed_charges:
@@ -214,7 +216,7 @@ def _peak(solved: Optimized, choice: int, pick: int) -> Bytes:
 
 
 def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
-    """The answer as it is printed."""
+    """The printed answer."""
     for answer in found[:MOST]:
         yield from answer_parts(solved.formulated.mesh.axes, answer)
         yield ""
@@ -227,7 +229,7 @@ def why_parts(solved: Optimized, found: Sequence[Why]) -> Iterator[Part]:
 
 
 def answer_parts(axes: Sequence[str], answer: Why) -> Iterator[Part]:
-    """The candidates of one choice as they are printed."""
+    """The printed candidates of one choice."""
     count = f", {len(answer.members)} repeated blocks, times are totals" if len(answer.members) > 1 else ""
     yield f"{folded(answer.members)} ({answer.kind}{count}): {_shown(answer)}"
     known = all(entry.peak is not None for entry in answer.alternatives)

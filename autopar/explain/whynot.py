@@ -1,4 +1,4 @@
-"""Why not another layout: plan again with a layout forced, and say what changes and what it costs."""
+"""Answers "why not another layout?": plans again with the layout forced, and tells what changes and what it costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.search_space.strategies import StrategyConstraints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """The layouts that were forced, and the plan with them, or the error that says why there is no such plan."""
+    """The forced layouts and the plan with them, or the error that says why there is none."""
 
     forced: Mapping[str, str]
     plan: Plan | None
@@ -26,9 +26,9 @@ class WhyNot:
 
 
 def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> WhyNot:
-    """The best plan that meets these constraints on top of those that were asked for: the same one, if it does so already.
+    """The best plan that meets these additional constraints: the same one if it already does.
 
-    Raises ConstraintError for a name that means nothing and for a layout that does not fit its tensor.
+    Raises ConstraintError for a name that matches nothing, and for a layout that does not fit its tensor.
     """
     formulated = planned.solved.formulated
     step, mesh = formulated.analysis.step, formulated.mesh
@@ -51,7 +51,7 @@ def why_not(planned: Planned, options: Options, forced: Mapping[str, str]) -> Wh
 
 
 def why_not_parts(plan: Plan, other: WhyNot) -> Iterator[Part]:
-    """The answer as it is printed: what it costs, and what changes."""
+    """The printed answer: what it costs, and what changes."""
     forced = "; ".join(f"{name} = {layout!r}" for name, layout in other.forced.items())
     if other.plan is None:
         yield f"there is no plan with {forced}"

@@ -36,12 +36,12 @@ def within(
     cutoff: float = math.inf,
     settings: SearchSettings = DEFAULTS,
 ) -> Solution | None:
-    """The cheapest solution whose walk stays within `limit` bytes per device: see `BudgetLoop.within`."""
+    """The cheapest solution whose simulated memory stays within `limit` bytes per device: see `BudgetLoop.within`."""
     return BudgetLoop(formulated, memory_model, settings).within(limit, cutoff=cutoff)
 
 
 class BudgetLoop:
-    """A problem that is solved within one limit after the other; they fall, so that each starts from what is known of the last.
+    """Solves a problem within one limit after the other; limits fall, so that each starts from the results of the last.
 
     Args:
         formulated: the problem.
@@ -57,7 +57,7 @@ class BudgetLoop:
 
     @property
     def binds(self) -> bool:
-        """Whether a limit has bound: whether what is cheapest without one holds too much."""
+        """Whether a limit has been binding: whether the cheapest solution without a limit holds too much."""
         return bool(self._rows or self._away)
 
     @property
@@ -70,9 +70,10 @@ class BudgetLoop:
         return self._solver.none_below(cutoff, self._judge(limit))
 
     def within(self, limit: Bytes, *, cutoff: float = math.inf) -> Solution | None:
-        """The cheapest solution whose walk stays within `limit` bytes per device; None if there is none below `cutoff` seconds.
+        """The cheapest solution whose simulated memory stays within `limit` bytes per device; None if none beats `cutoff`
+        seconds.
 
-        Raises SolverError where HiGHS fails or a limit of the settings leaves no answer.
+        Raises SolverError if HiGHS fails or a limit of the settings leaves no answer.
         """
         memory_model, settings = self._memory_model, self._settings
         found = self.near(limit, cutoff)
@@ -84,16 +85,18 @@ class BudgetLoop:
         return least.bounded(found.bound, settings.equal_price)
 
     def near(self, limit: float, cutoff: float) -> Outcome:
-        """The cheapest solution within a limit that the search near the relaxation finds, with a lower bound on every one."""
+        """The cheapest solution within a limit found near the relaxation, with a lower bound on every solution."""
 
         return self._solver.solve(self._judge(limit), self._known(limit), cutoff=cutoff)
 
     def free(self) -> Solution | None:
-        """The cheapest solution where memory is plenty; None if there is none at all."""
+        """The cheapest solution without a memory limit; None if there is none at all."""
         return self._solver.solve().solution
 
     def by_sums(self, best: Solution, limit: Bytes) -> Solution | None:
-        """What is best within a limit where nothing overlaps, near the best solution; None if that is not found soon."""
+        """The best solution within a limit if nothing overlapped, searched near the best one; None if that is not found
+        soon.
+        """
         beta = self._formulated.prices.device.interference
         return self._solver.by_sums(best, beta, self._judge(limit), self._known(limit))
 
@@ -101,7 +104,7 @@ class BudgetLoop:
         return [replace(row, limit=limit) for row in self._rows.values()] + [*self._away.values()]
 
     def _judge(self, limit: float) -> Judge:
-        """What says at which moments a solution holds more than a limit."""
+        """The judge that tells at which moments a solution exceeds a limit."""
 
         def judge(solution: Solution) -> Iterator[Excess]:
             yield from self._elsewhere(solution)
@@ -114,7 +117,7 @@ class BudgetLoop:
         return judge
 
     def _elsewhere(self, solution: Solution) -> Iterator[Excess]:
-        """The host and the disk, where a solution has too much there."""
+        """The host or the disk, if a solution stores too much there."""
         for there, more in self._memory_model.excess(solution).items():
             self._away[there] = self._away.get(there) or self._memory_model.away_row(there)
             yield Excess(row=self._away[there], bytes=float(more))
@@ -152,7 +155,7 @@ def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings
 
 
 def _least_of_both(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
-    """The better of what `_least` finds with own rows and without them, between which its dive does not change its mind."""
+    """The better result of `_least` with own rows and without them, since its dive never switches between the two."""
     found = [_least(formulated, memory_model, settings)]
     shared = [np.array([i for i, c in enumerate(known) if not c.own], dtype=np.int64) for known in formulated.candidates]
     if any(len(left) < len(known) for left, known in zip(shared, formulated.candidates, strict=True)) and all(map(len, shared)):

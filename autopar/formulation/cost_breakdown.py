@@ -1,6 +1,6 @@
 """The cost breakdown of an assignment: where its seconds and bytes go, as a plan keeps it.
 
-Nothing is decided here and nothing priced anew: the events of a step are grouped by what they are.
+Nothing is decided or priced here: the events of a step are grouped by kind.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def account(
     limit: CostParameter,
     simulated: SimulatedStep,
 ) -> CostBreakdown:
-    """The breakdown of an assignment, whose step has these events, so many seconds of them hidden; `limit` is the budget."""
+    """The breakdown of an assignment whose step has these events, with `hidden` seconds of overlap; `limit` is the budget."""
     prices, analysis = memory_model.formulated.prices, memory_model.formulated.analysis
     moment = int(memory_model.liveness.walk(chosen).argmax())
     held, forward, backward = memory_model.held(chosen, moment), _by_name(events, "forward"), _by_name(events, "backward")
@@ -95,7 +95,7 @@ def _by_name(events: Sequence[StepEvent], kind: EventKind) -> dict[str, Seconds]
 
 
 def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) -> Iterator[CostParameter]:
-    """The numbers that the prices of a program rest on."""
+    """The parameters behind the prices of a program."""
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
     source = device.source
@@ -129,8 +129,9 @@ def _figures(program: Program, mesh: Mesh, optimizer: Optimizer, offload: bool) 
 
 
 def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> dict[str, Bytes]:
-    """Bytes by what they are for. The workspace of a backward may be negative, of one whose gradients never exist all at once:
-    what other temporary memory does not hold of it is part of the gradients."""
+    """Bytes by purpose. The workspace of a backward is negative if its gradients never exist all at once; what other temporary
+    memory does not absorb of it is subtracted from the gradients.
+    """
     of, found = Purposes(program, optimizer), dict.fromkeys(PURPOSES, 0)
     for entry in held:
         for purpose, size in of(entry.kind, entry.name, entry.bytes):
@@ -141,7 +142,7 @@ def _memory(program: Program, held: list[Allocation], optimizer: Optimizer) -> d
 
 
 class Purposes:
-    """What allocations of a program are for, of those in `PURPOSES`."""
+    """The purposes of a program's allocations, among `PURPOSES`."""
 
     def __init__(self, program: Program, optimizer: Optimizer) -> None:
         self._trained = {p.value.name for p in program.parameters if p.value.requires_grad}
@@ -171,7 +172,7 @@ def moment_text(program: Program, moment: int) -> str:
 
 
 def _runs(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is split of every op that uses a parameter or is well known, per axis."""
+    """What is split, per axis, in every op that uses a parameter or is well known."""
     program, sample = analysis.program, LabelSample.of(analysis.program)
     for op in program.ops:
         if told(analysis, op):
@@ -179,13 +180,13 @@ def _runs(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple[s
 
 
 def told(analysis: Analysis, op: Op) -> bool:
-    """Whether a person wants to know how an op runs: it uses a parameter, or is well known."""
+    """Whether an op is interesting to people: it uses a parameter, or is well known."""
     read = any(name in analysis.weights for name in op.operands) and op.results[0].name not in analysis.copies
     return row_of(op).says is not None or read
 
 
 def words(op: Op, fitted: OpSharding | None, candidate: Candidate, program: Program, sample: LabelSample) -> tuple[str, ...]:
-    """What a candidate splits on each axis, as a person says it."""
+    """What a candidate splits on each axis, in words."""
 
     def word(form: Form) -> str:
         kind, which, stride = form
@@ -207,7 +208,7 @@ def sent(form: ParallelForm) -> str:
 
 
 def _stored(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is split of every parameter, argument and result, per axis."""
+    """What is split, per axis, in every parameter, argument and result."""
     program, sample = analysis.program, LabelSample.of(analysis.program)
     for parameter in program.parameters:
         name = parameter.value.name
@@ -221,7 +222,7 @@ def _stored(analysis: Analysis, chosen: Assignment) -> Iterator[tuple[str, tuple
 
 
 def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ...]:
-    """What a stored layout of a parameter splits on each axis: its dims are named by an op that uses it."""
+    """What a parameter's stored layout splits on each axis, with dims named by an op that uses it."""
     names = [name, *(copy for copy, of in analysis.copies.items() if of == name)]
     readers = [(op, used) for used in names for op in analysis.readers[used]]
     known = [(op, used) for op, used in readers if row_of(op).says]
@@ -242,12 +243,12 @@ def stored_words(analysis: Analysis, name: str, layout: Layout) -> tuple[str, ..
 
 
 def unsplit(state: State) -> str:
-    """What is said of a stored tensor that an axis does not split."""
+    """The words for a stored tensor on an axis that does not split it."""
     return {H: HOSTED, D: ON_DISK}.get(state, WHOLE)
 
 
 def _of_disk(disk: Disk) -> Iterator[CostParameter]:
-    """What prices take of a disk."""
+    """The parameters of a disk in prices."""
     for name, value, unit in (("memory", disk.memory, "B"), ("reading", disk.read, "B/s"), ("writing", disk.write, "B/s")):
         yield CostParameter(of=DEVICE, name=f"share of the disk's {name}", value=value, unit=unit, source=disk.source)
 

@@ -1,4 +1,4 @@
-"""Fixed charges: the latency of messages that weights share, paid once by all those that go the same way."""
+"""Fixed charges: the latency of a shared message, paid once by all weights with the same conversion."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def fixed_charges(
     dropped: frozenset[str],
     loads: OverlapLoads | None = None,
 ) -> Iterator[FixedCharge]:
-    """The latency of every message in which the weights of a bucket may travel, buckets of alike weights together.
+    """The latency of every message that may carry the weights of a bucket; buckets of equal weights share a charge.
 
     It is that of the large buckets where only gradients travel. What moves goes over one axis after the other: weights share a
     message that are `shared` on as many axes before, which is how many steps they have gone, unless they change dims on their
-    way. So does a gradient alone that is reduced over an axis before one on which the weight is shared already: it has moved,
-    for where none moves axes are taken in order. (Over an axis after that one it may have moved or not: the large buckets.)
-    What is sent again is a message of its own: always, if weights are `dropped` once they were used, else if the solver says
-    so.
+    way. The same holds for a gradient that is reduced alone over an axis before one on which the weight is shared already: it
+    has moved, because axes are taken in order if nothing moves. (Over an axis after that one it may have moved or not: the
+    large buckets.) A repeated gather is a message of its own: always if weights are `dropped` after use, else if the solver
+    chooses it.
     """
     place = {member: i for i, space in enumerate(spaces) for member in space.values.members}
     kinds = [_kinds(space.graph) for space in spaces]
@@ -77,7 +77,9 @@ def fixed_charges(
 
 
 def _kinds(graph: LayoutGraph) -> tuple[Ints, Ints, Ints, Ints]:
-    """The axis and the pair of each arc, on how many axes its source is shared, and that if one of them is a later one."""
+    """For each arc its axis and state pair, the number of axes on which its source is shared, and whether one of these is a
+    later axis.
+    """
     counts = np.array([shared(layout) for layout in graph.nodes])[graph.source]
     last = np.array([max((a for a, state in enumerate(layout) if state == R), default=-1) for layout in graph.nodes])
     innermost = np.array([axes[-1] for axes in numbered_axes(len(graph.nodes[0]))])

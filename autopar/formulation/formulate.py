@@ -1,7 +1,7 @@
-"""From a program to a planning problem, and from the solver's answer back to an assignment.
+"""Formulates a program as a planning problem, and turns the solver's answer into an assignment.
 
-ops, given tensors, outputs  ->  choices    candidates priced at their local shapes, repeated blocks as one
-values                       ->  edges      the layout graph between the layouts that are produced and wanted
+ops, given tensors, outputs  ->  choices    candidates priced at their local shapes, repeated blocks merged
+values                       ->  edges      the layout graph between produced and wanted layouts
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNCONSTRAINED = StrategyConstraints()
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlanningProblem:
-    """A problem with what each choice and edge stands for."""
+    """A problem with the meaning of each choice and edge."""
 
     analysis: Analysis
     prices: Prices
@@ -71,7 +71,7 @@ class PlanningProblem:
         return StepPrices(self.analysis, self.prices)
 
     def renamed(self, analysis: Analysis, policy: RecomputePolicy) -> PlanningProblem:
-        """This problem as that of another program that differs in names alone: it is the same number by number."""
+        """This problem for another program that differs only in names: all numbers are the same."""
         new = dict(zip(_names(self.program), _names(analysis.program), strict=True))
         choices = tuple(replace(choice, name=new[choice.name]) for choice in self.problem.choices)
         edges = tuple(replace(edge, name=new[edge.name]) for edge in self.problem.edges)
@@ -87,7 +87,7 @@ class PlanningProblem:
         )
 
     def only(self, solution: Solution) -> PlanningProblem:
-        """This problem restricted to the layouts of a solution; recomputation and routes are still to be chosen."""
+        """This problem restricted to a solution's layouts; recomputation and routes stay open."""
         return self.within([np.array([pick]) for pick in solution.picks])
 
     def within(self, picks: Sequence[Ints]) -> PlanningProblem:
@@ -137,8 +137,8 @@ def formulate(
 ) -> PlanningProblem:
     """The planning problem of an analysed program.
 
-    `constraints` limits candidates and conversions, `policy` says what of activations is recomputed, `sharded_outputs` which
-    outputs may leave split. `mesh` must have links and a device. Raises ConstraintError where nothing is left to choose.
+    `constraints` limits candidates and conversions, `policy` says which activations are recomputed, `sharded_outputs` which
+    outputs may be returned split. `mesh` must have links and a device. Raises ConstraintError if no candidate is left.
     """
     assert mesh.links, "a mesh is priced with its links"
     prices = Prices(mesh=mesh, optimizer=optimizer, model=cost_model)
@@ -187,7 +187,7 @@ def _choice(
     number: int,
     loads: OverlapLoads | None,
 ) -> Choice:
-    """The choice of an op class, a given tensor or an output: whether it may run again, or does in any case."""
+    """The choice of an op class, a given tensor or an output, and whether it may, or must, be recomputed."""
     tie, count = ties(analysis, name, found), len(analysis.classes.members[name])
     if name not in analysis.program.op:
         seconds = end_seconds(analysis, name, found, prices) + _returning(analysis, name, found, prices)
@@ -213,14 +213,14 @@ def _choice(
 
 
 def _recast(analysis: Analysis, dropped: frozenset[str]) -> frozenset[str]:
-    """The classes of ops that cast weights which the backward needs: recomputed where gathered weights are dropped."""
+    """The classes of ops that cast weights needed by the backward: recomputed if gathered weights are dropped."""
     of = analysis.classes.of
     runs = analysis.recomputable & analysis.casts_to(dropped)
     return frozenset(of[name] for name in runs if saves(analysis, of[name], 0))
 
 
 def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices) -> float:
-    """Seconds in which the gradient of an input comes back; there is one way to take an input."""
+    """Seconds to return the gradient of an input, for the one way to take it."""
     value = next((value for value in analysis.program.inputs if value.name == name), None)
     back = returns(analysis, value, found[0].results[0], prices) if value else ()
     return analysis.step.microbatches * sum(message.seconds for message in back)
@@ -229,7 +229,9 @@ def _returning(analysis: Analysis, name: str, found: Sequence[Candidate], prices
 def _inside(
     analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices, *phases: Phase, axis: int | None = None
 ) -> Floats | float:
-    """Seconds of what the candidates of an op class send inside in these phases, over one axis or all, all members together."""
+    """Seconds of messages inside of an op class's candidates in these phases, over one axis or all, for all members
+    together.
+    """
     program, op = analysis.program, analysis.program.op[name]
     if not any(distributed(analysis.fits[name], candidate) for candidate in found):
         return 0.0
@@ -252,7 +254,7 @@ def _inside(
 def _inside_by_axis(
     analysis: Analysis, name: str, found: Sequence[Candidate], prices: Prices
 ) -> Iterator[tuple[tuple[bool, int], Floats]]:
-    """Seconds of what the candidates of an op class send inside, by whether it is in the backward, and by axis."""
+    """Seconds of messages inside of an op class's candidates, by (whether in the backward) and by axis."""
     for backward, axis in itertools.product((False, True), range(len(prices.mesh.sizes))):
         seconds = _inside(analysis, name, found, prices, "backward" if backward else "forward", axis=axis)
         if isinstance(seconds, np.ndarray):
@@ -270,7 +272,7 @@ def _edge(
     number: int,
     loads: OverlapLoads | None,
 ) -> Edge:
-    """The edge of a class of values: where each of its conversions leads, and what it costs."""
+    """The edge of a class of values: its conversions and their costs."""
     values, graph, count = space.values, space.graph, len(space.values.members)
     value = analysis.program.values[values.example]
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
@@ -308,7 +310,7 @@ def _edge(
 
 
 def _repeated(analysis: Analysis, policy: RecomputePolicy, *, weight: bool, dropped: bool) -> Callable[[str, int], bool]:
-    """Whether the backward converts a value again for a consumer: a weight that was dropped, or what is recomputed."""
+    """Whether the backward converts a value again for a consumer: a dropped weight, or a recomputed value."""
     if weight:
         return lambda name, position: dropped and saves(analysis, name, position)
     return lambda name, position: (name, position) in policy.uses
@@ -323,7 +325,7 @@ def _arc_prices(
     constraints: StrategyConstraints,
     policy: RecomputePolicy,
 ) -> ArcSeconds:
-    """What these conversions of a value take, in all of so many members."""
+    """The prices of these conversions of a value, for so many members together."""
     weight, bucketed = value.name in analysis.weights, value.name in analysis.bucketed
     reduce_dtype = analysis.reduce_dtypes.get(value.name)
     runs = 1 if constraints.once and bucketed else analysis.step.microbatches
@@ -339,7 +341,7 @@ def _arc_prices(
 
 
 def _offload_seconds(analysis: Analysis, value: Value, graph: LayoutGraph, count: int, prices: Prices) -> Floats | None:
-    """Seconds of moving so many members to the host and back, by layout; only of results that the backward may ask for."""
+    """Seconds to move so many members to the host and back, by layout; only for results that the backward may need."""
     result = value.requires_grad and value.name in analysis.program.producer and value.name not in analysis.weights
     if not result or prices.device.host is None:
         return None
@@ -348,5 +350,5 @@ def _offload_seconds(analysis: Analysis, value: Value, graph: LayoutGraph, count
 
 
 def _where(values: ValueClass, true: Callable[[str, int], bool]) -> frozenset[int]:
-    """The places of the consumers for which something is true."""
+    """The indices of the consumers that satisfy a predicate."""
     return frozenset(place for place, end in enumerate(values.consumers) if true(*end))

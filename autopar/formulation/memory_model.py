@@ -1,4 +1,4 @@
-"""The memory model: simulates a solution's memory, and gives the integer program a row for any moment of the step.
+"""The memory model: simulates a solution's memory, and makes the integer program's row for any moment of the step.
 
 The integer program starts without memory rows. Each solution is simulated, and moments that exceed the budget become rows. The
 right-hand side of a row is tightened by the excess that the simulation finds (`budget_loop.within`).
@@ -25,14 +25,14 @@ OF_CLASSES = ("stored", "gradient", "internal")  # kinds whose name is that of a
 
 
 class MemoryModel:
-    """Liveness analysis and memory rows of one planning problem; each is made where it is asked for."""
+    """Liveness analysis and memory rows of one planning problem, each computed on demand."""
 
     def __init__(self, formulated: PlanningProblem, optimizer: Optimizer) -> None:
         self.formulated, self.optimizer = formulated, optimizer
 
     @functools.cached_property
     def liveness(self) -> Liveness:
-        """What is alive when."""
+        """The liveness analysis."""
         return Liveness(self.formulated.analysis, self.optimizer)
 
     @functools.cached_property
@@ -58,17 +58,17 @@ class MemoryModel:
 
     @property
     def limits(self) -> Mapping[State, Bytes]:
-        """Bytes that the host (H) and the disk (D) may store for one device; none where they store no weights."""
+        """Bytes that the host (H) and the disk (D) may store for one device; empty if they store no weights."""
         analysis, device = self.formulated.analysis, self.formulated.prices.device
         capacity = {H: device.host_memory, D: device.disk.memory if device.disk else 0}
         return {there: capacity[there] for there in analysis.places}
 
     def away(self, chosen: Assignment) -> Mapping[State, Mapping[str, Bytes]]:
-        """Bytes on the host and on the disk by what they are for."""
+        """Bytes on the host and the disk by purpose."""
         return bytes_away(self.formulated.analysis, self.optimizer, chosen)
 
     def excess(self, solution: Solution) -> Mapping[State, Bytes]:
-        """By how much a solution exceeds the limits of the host and of the disk, where it does."""
+        """How much a solution exceeds the limits of the host and the disk, if it does."""
         if not self.limits:
             return {}
         found = self.away(assignment(self.formulated, solution))

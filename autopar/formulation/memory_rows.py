@@ -1,8 +1,8 @@
 """Memory rows: the bytes alive at one moment as a linear function of the integer program's variables.
 
-Rows are built from the live ranges of `memory.live_ranges`. For a solution without recomputation a row is at most what the
-liveness walk finds at that moment, so that the integer program stays a relaxation. Buckets in flight and the workspace of
-conversions are left out.
+Rows are built from the live ranges of `memory.live_ranges`. For a solution without recomputation a row never exceeds the
+liveness walk at that moment, so the integer program stays a relaxation. Buckets in flight and the workspace of conversions are
+left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_OPS = ("internal", "forward", "backward")
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Held:
-    """Terms of a row: what one micro-batch holds at a moment."""
+    """The terms of a row: what one micro-batch holds at a moment."""
 
     picks: tuple[tuple[int, Floats], ...] = ()
     recompute: tuple[tuple[int, Floats], ...] = ()
@@ -77,13 +77,13 @@ class MemoryRows:
     def row(self, moment: int, limit: float, constant: float = 0.0) -> Row:
         """The row `bytes alive at the moment + constant <= limit`. Which bytes enter through which term:
 
-        picks      stored tensors, the optimizer's scratch, workspace of ops, gradients whose layout the picks tell
+        picks      stored tensors, the optimizer's scratch, workspace of ops, gradients whose layout follows from picks
         recompute  minus what autograd keeps inside ops that rerun later
         retained   values that something reads or keeps, or that rerun ops need
         in_flight  values between two layouts, gradients that wait: the smallest of the layouts that are there
 
-        Every other micro-batch in flight holds beside them what it keeps at the turn from its forward to its backward; what is
-        deferred is told by picks.
+        Every other micro-batch in flight adds what it keeps between its forward and its backward; deferred memory follows from
+        picks.
         """
         now = [self.lives[i] for i in np.flatnonzero((self.starts <= moment) & (moment <= self.stops)).tolist()]
         known, waiting = self.alias_sets.gradients(now)
@@ -117,13 +117,15 @@ class MemoryRows:
 
     @functools.cached_property
     def _fullest(self) -> StageMoment:
-        """The moment of the schedule that rows count: that of most micro-batches, in flight rather than deferred."""
+        """The moment of the schedule that rows use: the one with most micro-batches, preferably in flight rather than
+        deferred.
+        """
         return max(
             moments_of(self.formulated.analysis.step), key=lambda now: (now.flights + now.waiting, now.flights, now.halves)
         )
 
     def _deferred(self, moment: int) -> Iterator[tuple[int, Floats]]:
-        """What is deferred of other micro-batches, and of this one after the half I of each product."""
+        """Deferred memory of other micro-batches, and of this one after the half I of each product."""
         for start, choice, sizes in self._products if self._fullest.waiting or self._fullest.halves else ():
             count = self._fullest.waiting + (self._fullest.halves and start <= moment)
             if count:
@@ -145,7 +147,7 @@ class MemoryRows:
 
     @functools.cached_property
     def _turn(self) -> _Held:
-        """What one micro-batch holds at the turn; weights that are gathered for all of them, or again, are not its own."""
+        """What one micro-batch holds between forward and backward, without weights gathered for all of them, or again."""
         turn = self.liveness.count
         of_all = self.formulated.analysis.weights if self.formulated.once else self.formulated.dropped
         kept = [
@@ -161,7 +163,7 @@ class MemoryRows:
         )
 
     def _of_ops(self, now: Iterable[SavedLiveRange], sign: int = 1) -> Iterator[tuple[int, Floats]]:
-        """Workspace and internal tensors of ops; with `sign` -1, what recomputation saves of them."""
+        """Workspace and internal tensors of ops; with `sign` -1, the part that recomputation saves."""
         counts = Counter((self.of[life.name], life.kind) for life in now if life.kind in OF_OPS)
         for (name, kind), count in counts.items():
             choice = self.choice[name]
@@ -178,7 +180,7 @@ class MemoryRows:
                 yield edge.consumers[end].choice, count * self.bytes[w][edge.consumers[end].wants]
 
     def _least(self, moving: Iterable[SavedLiveRange]) -> Iterator[InFlightTerm]:
-        """Values and gradients in an unknown layout of their edge."""
+        """Values and gradients whose layout on their edge is unknown."""
         for w, count in Counter(self.edge[life.name] for life in moving).items():
             yield InFlightTerm(edge=w, bytes=count * self.bytes[w])
 
@@ -237,7 +239,7 @@ class MemoryRows:
             yield choice, whole + local * (local < value.bytes)
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[int, Floats]]:
-        """Temporary memory of the optimizer step; on a CPU at the parameter where it peaks if none is split."""
+        """Temporary memory of the optimizer step; on a CPU that of the parameter where it would peak if none were split."""
         trained = [p.value for p in self.program.parameters if p.value.name in self.formulated.analysis.backward]
         if not self.formulated.analysis.cpu:
             yield from (self._stored(value, optimizer.foreach_scratch) for value in trained)

@@ -1,14 +1,14 @@
-"""Overlap: which messages travel while the device computes, and what a step takes then.
+"""Overlap: which messages travel while the device computes, and how long a step then takes.
 
 The law, for every region r of the program (`analysis.step_regions`) in the forward and in the backward, with what is recomputed
 there:
 
-    seconds[r] >= compute[r] + sum_a sync[r,a] + beta sum_a async[r,a]      computing is slowed by what is sent beside it
+    seconds[r] >= compute[r] + sum_a sync[r,a] + beta sum_a async[r,a]      overlapping messages slow down computing
     seconds[r] >= sync[r,a] + async[r,a]                                    a link carries one message at a time
     step       =  sum_r seconds[r] + bare messages + optimizer
 
 `beta` is `Device.interference`; with 1, nothing is gained by overlap, and a step is the sum of everything. Mesh axes of one
-link share its row; what goes over several axes at once is in the rows of all their links. A message is *asynchronous* if the
+link share its row; a message over several axes at once is in the rows of all their links. A message is *asynchronous* if the
 emitted code issues it ahead of its use (`memory.prefetch`, `runtime.bucketed_collectives`), and hidden by another region than
 the one that uses it:
 
@@ -19,7 +19,7 @@ the one that uses it:
     reduced gradients alone                  the rest of the last micro-batch's backward
     weights gathered once for the step       the first micro-batch's forward; their gradients are reduced after everything
 
-What nothing hides is bare: the first gather of a pass, the last reduction of the step. All else is synchronous.
+Messages that nothing hides are bare: the first gather of a pass, the last reduction of the step. All others are synchronous.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ StepPart = Literal["forward", "backward", "once"]  # of every micro-batch, or on
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Overlap:
-    """Where the messages of one program are hidden.
+    """Where the messages of a program are hidden.
 
     A *place* is a region in a pass: the forward of region r is place r, its backward `len(regions) + r`; the two after these
     are the whole forward and the whole backward of one micro-batch.
@@ -58,7 +58,7 @@ class Overlap:
 
     @staticmethod
     def of(analysis: Analysis, mesh: Mesh, *, once: bool) -> Overlap | None:
-        """The overlap on a mesh; None where nothing is gained by it. `once`: weights are gathered once for the step."""
+        """The overlap on a mesh; None if it gains nothing. `once`: weights are gathered once for the step."""
         assert mesh.device is not None, "a mesh is priced with its device"
         beta = mesh.device.interference
         if beta >= 1:
@@ -70,7 +70,7 @@ class Overlap:
 
     @property
     def count(self) -> int:
-        """How many links there are."""
+        """The number of links."""
         return 1 + max(itertools.chain(*self.links))
 
     @functools.cached_property
@@ -86,7 +86,7 @@ class Overlap:
         return [*passes, "forward", "backward"]
 
     def share(self, place: int) -> float:
-        """The share of its parts that a place has: one micro-batch's."""
+        """The share of a place in its parts: one micro-batch's."""
         return 1.0 / self.runs if self.parts[place] else 1.0
 
     def op(self, name: str, *, backward: bool) -> int:
@@ -94,12 +94,12 @@ class Overlap:
         return self._place(self.regions.of_op(name), backward=backward)
 
     def value(self, name: str, *, backward: bool) -> int | None:
-        """The place in which a value is converted; None for one that no op makes or reads."""
+        """The place where a value is converted; None if no op makes or reads it."""
         region = self.regions.of_value(name)
         return None if region is None else self._place(region, backward=backward)
 
     def hidden(self, weight: str, sent: Sent, *, moved: bool = True) -> int | None:
-        """The place that hides what the bucket of a weight sends; None if it is bare. `moved`: the weight itself travels."""
+        """The place that hides the messages of a weight's bucket; None if they are bare. `moved`: the weight itself travels."""
         number = len(self.regions.names)
         region = self.regions.after(weight) if sent == "regather" else self.regions.before(weight, moved=moved)
         if region is None or (sent == "reduce" and self.once and self.runs > 1):
@@ -109,7 +109,7 @@ class Overlap:
         return self._place(region, backward=sent != "gather")
 
     def shares(self, weights: Sequence[str], sent: Sent, *, moved: bool = True) -> dict[int | None, float]:
-        """Where what buckets send is hidden: the share of each place, None for what is bare."""
+        """Where the messages of buckets are hidden: the share of each place, None for bare ones."""
         found = Counter(self.hidden(weight, sent, moved=moved) for weight in weights)
         return {place: number / len(weights) for place, number in found.items()}
 
@@ -117,13 +117,13 @@ class Overlap:
         return region + len(self.regions.names) * backward
 
     def part(self, place: int) -> StepPart:
-        """The part of a step that a place lengthens if it lasts longer; whole passes hide what is sent once."""
+        """The part of a step that grows with a place; whole passes hide messages sent once."""
         if self.parts[place]:
             return "once"
         return "backward" if place >= len(self.regions.names) else "forward"
 
     def excess(self, busy: Mapping[int, Seconds], links: Mapping[tuple[int, int], Seconds]) -> list[Seconds]:
-        """By how much places outlast what they are busy with, given that and what each link carries by (place, link)."""
+        """How much longer than their busy seconds places last, given these and the load of each link by (place, link)."""
         places = range(len(self.parts))
         own = [(busy.get(place, 0.0), [links.get((place, a), 0.0) for a in range(self.count)]) for place in places]
         return outlasting(own, [(self.parts[place], self.share(place)) for place in places])

@@ -1,4 +1,4 @@
-"""Loads: what candidates, conversions and messages of a planning problem put on its regions, by the law of `overlap`."""
+"""Loads that candidates, conversions and messages of a planning problem put on its regions, by the law of `overlap`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ K = TypeVar("K")
 
 
 class OverlapLoads:
-    """Collects the loads of one problem. What is asynchronous comes back at beta times its seconds, which is its price."""
+    """Collects the loads of one problem. Asynchronous messages are returned at beta times their seconds, which is their
+    price.
+    """
 
     def __init__(self, overlap: Overlap) -> None:
         self.overlap = overlap
@@ -61,9 +63,9 @@ class OverlapLoads:
         sent: Mapping[tuple[bool, int], Floats],
         rerun: Floats | None,
     ) -> None:
-        """An op class: by whether it is in the backward, what its candidates compute, and what they send over each axis.
+        """Add an op class: by (whether in the backward), the computing of its candidates, and their messages over each axis.
 
-        `rerun` is what its forward computes if it runs again.
+        `rerun` is the computing of its forward if it is recomputed.
         """
         for backward, seconds in computed.items():
             place = self.overlap.op(name, backward=backward)
@@ -82,7 +84,9 @@ class OverlapLoads:
     def edge(
         self, number: int, members: Sequence[str], pair: Ints, axis: Ints, prices: ArcSeconds, *, bucketed: bool
     ) -> ArcSeconds:
-        """An edge with these members, whose arcs make these conversions on these axes; its seconds with the overlap."""
+        """Add an edge with these members, whose arcs make these conversions on these axes; returns its seconds with the
+        overlap.
+        """
         name, stays = members[0], STILL[pair]
         gathers, reduces = GATHERED[pair] & bucketed, REDUCED[pair] & bucketed
         carried = FORWARD_CARRIED[pair], BACKWARD_CARRIED[pair]
@@ -113,7 +117,7 @@ class OverlapLoads:
         first, again = (hidden(members, sent) if gathers.any() else {} for sent in ("gather", "regather"))
 
         def forward(put: Put, seconds: Floats, place: int | None, shares: Mapping[int | None, float]) -> Floats:
-            """A conversion that is made in one place; gathered in others."""
+            """Add a conversion made in one place, or gathered in others."""
             unpacking = np.minimum(prices.unpacking, seconds)
             message = seconds - unpacking
             device = waits(put, unpacking, everything, place, ~everything)
@@ -132,7 +136,7 @@ class OverlapLoads:
         return replace(prices, there=there, back=back, rerun=rerun, recompute=recompute)
 
     def charge(self, number: int, seconds: float, axis: int, shares: Mapping[int | None, float]) -> float:
-        """The latency of messages over an axis; its price with the overlap."""
+        """Add the latency of messages over an axis; returns its price with the overlap."""
         for place, share in shares.items():
             if place is not None:
                 carried = [self._sent(place), *(self._of(place, link) for link in self.overlap.links[axis])]
@@ -144,8 +148,9 @@ class OverlapLoads:
     def _spread(
         self, put: Put, seconds: Floats, shares: Mapping[int | None, float], links: Bools, sent: Bools, *, slow: float
     ) -> Floats:
-        """Seconds per arc, spread over places: the device is busy with a part `slow`, the `links` of each arc carry what is
-        `sent`; their price."""
+        """Spread seconds per arc over places: the device is busy for the fraction `slow`, the `links` of each arc carry `sent`;
+        returns their price.
+        """
         for place, share in shares.items() if seconds.any() else ():
             if place is not None:
                 put(self._of(place, BUSY), slow * share * seconds)
@@ -160,7 +165,7 @@ class OverlapLoads:
         return self._loads.setdefault((place, link), Load())
 
     def _sent(self, place: int) -> Load:
-        """What is sent ahead."""
+        """Messages sent ahead."""
         return self._ahead.setdefault(place, Load())
 
 

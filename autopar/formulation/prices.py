@@ -2,9 +2,9 @@
 
 op           its cost at local shapes
 parameter    its optimizer step
-conversion   a collective by its link, a local primitive by the memory that it moves; its gradient likewise
+conversion   a collective by its link, a local primitive by the memory that it moves; the same for its gradient
 
-All but the optimizer's step is paid for every micro-batch, and once what is `added_up` before it is sent.
+Everything is paid per micro-batch, except the optimizer's step and gradients that are `added_up` before they are sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGE = 1e12  # bytes of a copy beside which its launch is nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """A cost model on a mesh with device and links, and the optimizer that steps there."""
+    """A cost model applied to a mesh with device and links, and an optimizer."""
 
     mesh: Mesh
     optimizer: Optimizer = OPTIMIZERS["adamw"]
@@ -64,11 +64,13 @@ class Prices:
         return float(self.collectives(kind, np.array([size], dtype=np.float64), axis)[0])
 
     def latency(self, kind: str, axis: int) -> Seconds:
-        """Seconds of a collective that sends nothing."""
+        """Seconds of an empty collective."""
         return self.collective(kind, 0.0, axis)
 
     def primitive(self, primitive: str, large: Ints, small: Ints, axis: int) -> Floats:
-        """What a link carries, or a local primitive by the memory that it moves (slice: part read and written; pad: whole)."""
+        """Seconds of a primitive: of its message on a link, or of the memory that it moves locally (slice: part read and
+        written; pad: whole).
+        """
         if primitive in CARRIED:
             return self.collectives(primitive, large.astype(np.float64), axis)
         if primitive == "identity":
@@ -76,15 +78,17 @@ class Prices:
         return self.model.copy_seconds((2 * small if primitive == "slice" else small + large).astype(np.float64), self.device)
 
     def unpacking(self, primitive: str, large: Ints, small: Ints, scattered: Bools, *, bucketed: bool) -> Floats:
-        """Seconds in which the device copies what a conversion sends and receives; `scattered` are the two columns before and
-        after it. Of a bucket that is gathered, shards are copied into its buffer, and whole weights out of it."""
+        """Seconds of the device's copies for a conversion's messages; `scattered` has the two columns before and after it. For
+        a gathered bucket, shards are copied into its buffer, and whole weights out of it.
+        """
         apart = self._copies(primitive, large, scattered)
         return self._together(2 * (small + large)) + apart if bucketed and primitive == "all_gather" else apart
 
     def packing(self, primitive: str, large: Ints, small: Ints, scattered: Bools, *, bucketed: bool, wider: int = 1) -> Floats:
-        """Seconds in which the device copies gradients that a conversion sends back, in a dtype so many times wider, and rounds
-        what comes; `scattered` are the columns before and after that. Of a bucket one kernel joins all, and of those that are
-        all-reduced one widens them."""
+        """Seconds to copy the gradients that a conversion sends back, in a dtype so many times wider, and to round the results;
+        `scattered` has the columns before and after that. For a bucket one kernel joins all gradients, and one widens those
+        that are all-reduced.
+        """
         rounded = (1 + wider) * (wider > 1)
         apart = self._copies(primitive, large * (wider if primitive in SUMS else 1), scattered)
         if bucketed and primitive == "reduce_scatter":
@@ -92,11 +96,11 @@ class Prices:
         return self._together((2 + 2 * rounded) * large) if bucketed and primitive == "all_reduce" else apart
 
     def _together(self, moved: Ints) -> Floats:
-        """Seconds of a copy that is a part of a bucket's, so that it has no launch of its own."""
+        """Seconds of a copy within a bucket's copy, which has no launch of its own."""
         return self.model.copy_seconds(np.array([LARGE]), self.device) / LARGE * moved
 
     def _copies(self, primitive: str, large: Ints, scattered: Bools) -> Floats:
-        """Seconds of the copies of a message by itself."""
+        """Seconds of the copies of a message outside of any bucket."""
         times = np.array([copies(primitive, before=before, after=after) for before, after in scattered.tolist()])
         return np.where(times > 0, times * self.model.copy_seconds((2 * large).astype(np.float64), self.device), 0.0)
 
@@ -113,7 +117,7 @@ class Prices:
     def optimizer_step(self, stored: float, there: State = I) -> Seconds:
         """Seconds of one optimizer step over so many bytes of a parameter that one device stores, or the host (H) or disk (D).
 
-        On the disk gradient, parameter and state are read, and all but the gradient written.
+        On the disk gradient, parameter and state are read, and parameter and state are written.
         """
         if there == H:
             return self.model.host_optimizer_seconds(stored, self.optimizer, self.device)
@@ -132,7 +136,7 @@ class Prices:
         return seconds
 
     def arrival(self, step: TrainingStep, value: Value, layout: Layout) -> Seconds:
-        """Seconds of taking an input in every micro-batch; the first that is hoisted pays for all of them."""
+        """Seconds to receive an input in every micro-batch; the first hoisted one pays for all of them."""
         if value.name in step.received:
             return 0.0
         seconds, loop = step.microbatches * self.slicing(value, layout), step.loop
@@ -143,9 +147,10 @@ class Prices:
         return seconds
 
     def sending(self, step: TrainingStep, value: Value, layout: Layout) -> Seconds:
-        """Seconds of sending an output to the next pipeline stage in every micro-batch, and of its gradient, as if each waited.
+        """Seconds to send an output to the next pipeline stage in every micro-batch, and its gradient back, as if each were
+        waited for.
 
-        What the messages add to a step the clock of the schedule says: less, if at all, where they go beside the computing.
+        The schedule's clock tells how much of this lengthens a step: less, or nothing, if messages overlap with computing.
         """
         if step.stage is None or step.stage.link is None or not step.sends:
             return 0.0
@@ -181,7 +186,7 @@ def op_class_seconds(analysis: Analysis, name: str, found: Sequence[Candidate], 
 
 
 def ties(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
-    """What decides among candidates of equal price: the bytes that one leaves on a rank, then how plain its layouts are."""
+    """Tie-breakers among candidates of equal price: the bytes left on a rank, then how plain the layouts are."""
     left = _result_bytes(analysis, name, found)
     if name in analysis.program.op or name not in analysis.program.values:
         return left
@@ -193,7 +198,7 @@ PLAIN = 1e-2  # of the bytes, by which an odd layout loses against a plain one
 
 
 def oddness(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> float:
-    """How many axes split a dim otherwise than in contiguous chunks nested in mesh order; later dims count a little."""
+    """The number of axes that split a dim other than in contiguous chunks nested in mesh order; later dims add a little."""
     left, odd = list(shape), 0.0
     for axis, state in enumerate(layout):
         if state.kind == "S":
@@ -203,7 +208,7 @@ def oddness(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> f
 
 
 def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> Floats:
-    """The bytes that each candidate of a class leaves on a rank."""
+    """The result bytes on a rank under each candidate of a class."""
     program = analysis.program
     values: Sequence[Value] = ()
     if analysis.step.sends and name.startswith(OUTPUT):  # what is sent
@@ -224,7 +229,7 @@ def _result_bytes(analysis: Analysis, name: str, found: Sequence[Candidate]) -> 
 def op_seconds(
     op: Op, fitted: OpSharding | None, found: Sequence[Candidate], values: Mapping[str, Value], prices: Prices
 ) -> tuple[list[Seconds], list[Seconds]]:
-    """Seconds of one op under each candidate, with its backward and without; equal local shapes are priced once."""
+    """Seconds of one op under each candidate, with and without its backward; equal local shapes are priced once."""
     cost, sizes = prices.op(op, values), prices.mesh.sizes
     known: dict[tuple[object, object], tuple[Seconds, Seconds]] = {}
     both, forward = [], []
@@ -251,18 +256,18 @@ def local_shapes(
 
 
 def work(fitted: OpSharding | None, candidate: Candidate, sizes: tuple[int, ...]) -> float:
-    """What the busiest rank computes under a candidate, in ops of the local shapes."""
+    """The work of the busiest rank under a candidate, in ops of the local shapes."""
     own = distributed(fitted, candidate)
     return own[1].work(fitted, sizes[own[0]]) if fitted and own else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArcSeconds:
-    """Seconds per arc, in all runs: of the conversion, of its gradient, of what of it is run again in any case, and of
-    recomputing it for the backward (None: never).
+    """Seconds per arc, over all runs: of the conversion, its gradient, the part that is always repeated, and of recomputing it
+    for the backward (None: never).
 
-    What the device itself copies for messages is part of them: `unpacking` of the conversion, of which it is run again too, and
-    `packing` of the gradient's.
+    They include the device's copies for messages: `unpacking` for the conversion and its repetition, and `packing` for the
+    gradient's.
     """
 
     there: Floats
@@ -276,7 +281,7 @@ class ArcSeconds:
 def arc_seconds(
     graph: LayoutGraph, value: Value, prices: Prices, *, bucketed: bool, reduce_dtype: torch.dtype | None = None, runs: int = 1
 ) -> ArcSeconds:
-    """The seconds of a value's conversions, where their collectives alone are run again.
+    """The seconds of a value's conversions, of which only collectives are repeated.
 
     `bucketed` if the value travels with others: the latency that it shares with them is a fixed charge (`formulate`).
     `reduce_dtype` is the dtype in which gradients are added up, if not the value's.
@@ -311,7 +316,7 @@ def arc_seconds(
 def added_up(forward: str, backward: str) -> bool:
     """Whether micro-batches add up a weight's gradients before this conversion sends them: it leaves the weight as it is.
 
-    If the weight has moved over another axis before, each sends its own. To move last is cheaper, unless a gather is shared,
-    and the integer program does not tell the two apart.
+    If the weight has moved over another axis before, each micro-batch sends its own. Moving last is cheaper, unless a gather is
+    shared; the integer program does not distinguish the two.
     """
     return (forward, backward) == ("identity", "all_reduce")

@@ -1,4 +1,4 @@
-"""From a solution of the integer program to the assignment that it stands for, and back."""
+"""Converts a solution of the integer program to an assignment, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = TypeVar("Key")
 
 
 def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
-    """What a solution says about every member of every class."""
+    """Expand a solution to every member of every class."""
     program, of = formulated.program, formulated.analysis.classes.of
     picked = {
         name: found[pick] for name, found, pick in zip(formulated.names, formulated.candidates, solution.picks, strict=True)
@@ -45,11 +45,11 @@ def assignment(formulated: PlanningProblem, solution: Solution) -> Assignment:
 
 
 class NoSolutionError(Exception):
-    """No solution of a problem stands for an assignment."""
+    """No solution of the problem represents the assignment."""
 
 
 def solution_of(formulated: PlanningProblem, chosen: Assignment, *, gap: float, status: str) -> Solution:
-    """The solution that stands for an assignment, at the problem's prices; its bound is that of the `gap`, relative.
+    """The solution that represents an assignment, at the problem's prices; its bound follows from the relative `gap`.
 
     Raises NoSolutionError if there is none: members of a class differ, or the problem allows something else.
     """
@@ -93,7 +93,7 @@ def _arcs(formulated: PlanningProblem, chosen: Assignment) -> Iterator[tuple[int
 
 
 def _counts(formulated: PlanningProblem, bare: Solution, chosen: RecomputeChoice) -> RecomputeCounts:
-    """How many members run again, are converted again and come back from the host, beyond what does so in any case."""
+    """How many members are recomputed, converted again and fetched from the host, beyond those that always are."""
     analysis, anyway = formulated.analysis, assignment(formulated, bare)
     ops, steps = chosen.ops - anyway.recompute.ops, chosen.steps - anyway.recompute.steps
     members = analysis.classes.members
@@ -114,7 +114,7 @@ def _positive(counts: Mapping[Key, int]) -> dict[Key, int]:
 def _recompute_choice(
     formulated: PlanningProblem, solution: Solution, routes: Mapping[str, tuple[Conversion, ...]]
 ) -> RecomputeChoice:
-    """What a solution recomputes: the first members of classes and values; gathered weights and casts that are dropped."""
+    """What a solution recomputes: the first members of classes and values, and dropped gathered weights and casts."""
     analysis, ops, steps = formulated.analysis, set[str](), set[tuple[str, Conversion]]()
     for choice, count in solution.recompute.choices.items():
         ops.update(analysis.classes.members[formulated.names[choice]][:count])
@@ -136,7 +136,7 @@ def _recompute_choice(
 
 
 def _offloaded(formulated: PlanningProblem, solution: Solution) -> Iterator[tuple[str, Layout]]:
-    """What a solution moves to the host: the members after those that are recomputed."""
+    """What a solution offloads to the host: the members after the recomputed ones."""
     for (w, node), count in solution.recompute.offload.items():
         edge, values = formulated.problem.edges[w], formulated.edges[w]
         storage = storages(edge)
@@ -150,8 +150,9 @@ def _offloaded(formulated: PlanningProblem, solution: Solution) -> Iterator[tupl
 def _with_their_bucket(
     analysis: Analysis, routes: Mapping[str, tuple[Conversion, ...]], steps: Set[tuple[str, Conversion]]
 ) -> Iterator[tuple[str, Conversion]]:
-    """The conversions of weights that the backward does not need, where others of their bucket are recomputed: they travel with
-    these, and are dropped like them."""
+    """Conversions of weights that the backward does not need, but whose bucket is recomputed: they travel with the others, and
+    are dropped like them.
+    """
     for names in weight_buckets(analysis.program, moved=True):
         kinds = {(step.axis, step.primitives) for name in names for step in routes.get(name, ()) if (name, step) in steps}
         for name in names if kinds else ():
@@ -161,7 +162,9 @@ def _with_their_bucket(
 
 
 def _gathered(route: tuple[Conversion, ...], step: Conversion) -> bool:
-    """Whether a step of a weight's route moves it between ranks, or follows one that does: it is dropped and gathered again."""
+    """Whether a step of a weight's route moves it between ranks, or follows one that does, so that it is dropped and gathered
+    again.
+    """
     before = [other for other in route if other.target == step.source]
     return step.primitives[0] in CARRIED or any(_gathered(route, other) for other in before)
 

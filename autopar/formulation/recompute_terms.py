@@ -1,8 +1,8 @@
-"""What of activations may be recomputed in the integer program, and what a recomputation by name adds to its prices.
+"""Which activations the integer program may recompute, and what a named recompute policy adds to its prices.
 
-free        a price per member that is recomputed: the integer program chooses
-by name     the price stands in the candidates and conversions, and choosing it costs nothing more, so that memory rows stay
-            a relaxation; `read_solution.assignment` recomputes what the name says, whatever was chosen
+free        a price per recomputed member: the integer program chooses
+by name     the price is part of candidates and conversions, and choosing recomputation costs nothing more, so that memory rows
+            stay a relaxation; `read_solution.assignment` recomputes what the policy says, whatever was chosen
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECONVERTIBLE = np.array(  # what may be converted again but weights: a change o
 
 
 def rerunnable(analysis: Analysis, policy: RecomputePolicy) -> frozenset[str]:
-    """The ops that may be recomputed for the backward, and those whose results come back with their operand's.
+    """The ops that may be recomputed for the backward, and those whose results are restored with their operand.
 
     A weight is cast again wherever its copy is needed; everything else stays within its region.
     """
@@ -39,9 +39,9 @@ def rerunnable(analysis: Analysis, policy: RecomputePolicy) -> frozenset[str]:
 def reconvert_seconds(
     value: Value, graph: LayoutGraph, seconds: Floats, policy: RecomputePolicy, *, weight: bool
 ) -> Floats | None:
-    """Seconds per conversion to repeat it in the backward if that is chosen, infinite where it must not be; None if all are.
+    """Seconds per conversion to repeat it in the backward if chosen, infinite if it must not be; None if all are.
 
-    Of weights those may be repeated after which there is more than before; of frozen ones what is fetched from the host.
+    For weights, conversions that make them larger may be repeated; for frozen ones, fetches from the host.
     """
     fetched = FETCHED[graph.pair]
     if not value.requires_grad:

@@ -1,8 +1,8 @@
-"""The messages of a step: every collective that is issued, with the weights of a bucket together in one.
+"""The messages of a step: every collective issued, with a bucket's weights in one.
 
-Those between ops belong to conversions; those inside are sent by ops in a distributed form.
+Collectives between ops belong to conversions; those inside of ops are sent by distributed forms.
 
-Each micro-batch issues its own, but that gradients which have been added up are sent once.
+Each micro-batch issues its own, except that accumulated gradients are sent once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Phase = Literal["forward", "backward", "recompute"]
 class Message:
     """One collective on an axis, of the mesh or flattened, for one or several values; `bytes` is its larger buffer on one rank.
 
-    In the phase "recompute", which is part of the backward, it repeats one of the forward. It is sent `once` per step, or by
+    In the phase "recompute", which is part of the backward, it repeats one of the forward. It is sent `once` per step, or in
     each micro-batch.
     """
 
@@ -48,7 +48,7 @@ class Message:
 
     @property
     def where(self) -> str:
-        """The pass in which it is sent: "forward" or "backward"."""
+        """The pass that sends it: "forward" or "backward"."""
         return "forward" if self.phase == "forward" else "backward"
 
 
@@ -134,7 +134,7 @@ def inside(
 
 
 def returns(analysis: Analysis, value: Value, layout: Layout, prices: Prices) -> Iterator[Message]:
-    """The collectives that make the gradient of an input whole in one run, if the user wants one and takes it split."""
+    """The collectives that make the gradient of a split input whole in one run, if the user wants that gradient."""
     if value.name in analysis.backward and value.name not in analysis.step.received:
         for step in arrival(layout):
             yield _message(analysis, prices, step.primitives[1], "backward", [(value.name, step)])

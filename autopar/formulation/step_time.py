@@ -1,9 +1,9 @@
-"""What a training step takes: the events of a schedule, each with its seconds, and what of them is hidden behind others.
+"""The time of a training step: the events of its schedule with their seconds, and how much of them is hidden.
 
-This is the one place where a step's seconds are added up: the sum of all events, less what messages gain by overlapping with
+This is the only place that adds up a step's seconds: the sum of all events, minus what messages gain by overlapping with
 computing (`overlap` has the law). The objective of the integer program is its linear bound, which may miss a few latencies of
-messages that it takes for shared. `plan.step_time` is this, and a plan's cost breakdown groups the same events by what they
-are.
+messages that it assumes to be shared. The result is `plan.step_time`, and a plan's cost breakdown groups the same events by
+kind.
 
 With a pipeline these are the events of one stage, on the mesh without the pipeline's axis: `planning.pipeline_plan` puts the
 stages together by the exact clock.
@@ -43,8 +43,8 @@ Source = str | Step | Node  # an op, an input or the optimizer; a conversion; an
 class StepEvent:
     """Something that takes time on every rank, in all micro-batches together.
 
-    `time` is the tick at which the schedule has it: that of the forward, or the mirror of it in the backward. `of` is what it
-    belongs to in this `phase`.
+    `time` is its tick in the schedule: that of the forward, or its mirror image in the backward. `of` is what it belongs to in
+    this `phase`.
     """
 
     time: int
@@ -85,7 +85,7 @@ class StepPrices:
     def weight(self, op: Op, candidate: Candidate, name: str) -> Seconds:
         """Seconds of the gradient of one operand of a product, in all micro-batches.
 
-        A half of the backward where the cost model does not tell its parts.
+        Half of the backward if the cost model does not separate its parts.
         """
         cost = self.prices.op(op, self.analysis.program.values)
         if not isinstance(cost, Pricer):
@@ -97,7 +97,7 @@ class StepPrices:
         return times * alone.backward_seconds(*shapes)
 
     def overlap(self, *, once: bool) -> Overlap | None:
-        """Where messages are hidden; None where nothing is gained by that."""
+        """Where messages are hidden; None if that gains nothing."""
         if once not in self._overlap:
             self._overlap[once] = Overlap.of(self.analysis, self.prices.mesh, once=once)
         return self._overlap[once]
@@ -114,9 +114,9 @@ def step_time(schedule: Schedule, prices: StepPrices) -> Seconds:
 
 
 def hidden_time(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) -> Seconds:
-    """Seconds of messages that a step does not take, because the device computes beside them.
+    """Seconds of messages that do not lengthen the step, because they overlap with computing.
 
-    Of a message that is hidden, beta still slows computing; what a link carries beyond that is not hidden either.
+    A hidden message still slows computing by beta of its seconds, and load on a link beyond the computing is not hidden.
     """
     overlap = prices.overlap(once=once)
     if overlap is None:
@@ -126,10 +126,10 @@ def hidden_time(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) 
 
 
 def parts_of_step(events: Sequence[StepEvent], prices: StepPrices, *, once: bool) -> dict[StepPart, Seconds]:
-    """What of a step is its forwards, its backwards with what is recomputed, and what it does once; together all of it.
+    """Divides a step into its forwards, its backwards with recomputation, and what it does once.
 
-    What a link carries for longer than the device is busy belongs to the pass in which that is; what outlasts a whole pass was
-    sent once.
+    Time in which a link is busy for longer than the device belongs to the pass where it occurs; if it outlasts a whole pass, to
+    messages sent once.
     """
     overlap = prices.overlap(once=once)
     taken = [event.seconds for event in events]
@@ -144,7 +144,7 @@ def parts_of_step(events: Sequence[StepEvent], prices: StepPrices, *, once: bool
 
 
 def _overlapped(events: Sequence[StepEvent], overlap: Overlap, analysis: Analysis) -> tuple[list[Seconds], list[Seconds]]:
-    """What each event takes, beta of its seconds if it is a hidden message, and by how much each place outlasts that."""
+    """The seconds of each event (times beta for a hidden message), and how much longer each place lasts."""
     busy, links, found = defaultdict[int, Seconds](float), defaultdict[tuple[int, int], Seconds](float), list[Seconds]()
     for event in events:
         place, ahead = _place(event, overlap, analysis)
@@ -165,7 +165,7 @@ def _part(event: StepEvent) -> StepPart:
 
 
 def unhidden_time(schedule: Schedule, prices: StepPrices) -> Seconds:
-    """Seconds by which a step would be shorter if computing hid every message of weights that it could hide anywhere."""
+    """How many seconds shorter the step would be if computing anywhere could hide every message of weights."""
     once = schedule.chosen.once
     overlap = prices.overlap(once=once)
     if overlap is None:
@@ -176,7 +176,7 @@ def unhidden_time(schedule: Schedule, prices: StepPrices) -> Seconds:
 
 
 def _place(event: StepEvent, overlap: Overlap, analysis: Analysis) -> tuple[int | None, bool]:
-    """The place of an event, and whether it is a message that runs ahead; None where it is bare, or belongs to no region."""
+    """The place of an event, and whether it is a message sent ahead; None if it is bare, or belongs to no region."""
     of, message, backward = event.of, event.message, event.phase != "forward"
     if isinstance(of, str):
         return (overlap.op(of, backward=backward) if of in analysis.program.op else None), False
@@ -188,7 +188,7 @@ def _place(event: StepEvent, overlap: Overlap, analysis: Analysis) -> tuple[int 
 
 
 def step_events(schedule: Schedule, prices: StepPrices) -> list[StepEvent]:
-    """Everything that takes time in a step, in the order of the schedule; of a schedule it is collected once."""
+    """Everything that takes time in a step, in the order of the schedule; collected once per schedule."""
     if schedule not in prices.events:
         prices.events[schedule] = _events(schedule, prices)
     return prices.events[schedule]
@@ -260,7 +260,7 @@ def _conversion(schedule: Schedule, prices: StepPrices, run: RecomputeChoice, of
 
 
 def _ends(schedule: Schedule, prices: StepPrices, run: RecomputeChoice) -> Iterator[StepEvent]:
-    """What inputs take on arrival, what is offloaded, and the optimizer's step."""
+    """The arrival of inputs, offloading, and the optimizer's step."""
     step, chosen, end = prices.analysis.step, schedule.chosen, schedule.end
     program = step.program
     for value in program.inputs:

@@ -1,1 +1,1 @@
-"""What joins autopar to other libraries: a module for each, which imports it; autopar itself imports none of them."""
+"""Integrations with other libraries: one module for each, which imports it; autopar itself imports none of them."""

@@ -4,8 +4,8 @@
     accelerator = Accelerator()
     parallel, optimizer, loader = accelerator.prepare(parallel, optimizer, loader)
 
-The library's own would wrap the module in DistributedDataParallel, shard the data by rank whatever the plan says, and save rank
-0's part of the state. Needs the package accelerate.
+The library's own would wrap the module in DistributedDataParallel, shard the data by rank regardless of the plan, and save only
+rank 0's part of the state. Needs the package accelerate.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ STATES = "autopar"  # the folder of a saved state that has weights, the optimize
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """The library's Accelerator over parallel modules.
 
-    A prepared loader gives every rank its part of the planned batch: its `batch_size` times `parallel.data_world` is that
-    batch's size; samples that fill no batch are left out. It shuffles if the loader given does, in an order that `seed` and the
-    number of the epoch fix. `save_state` writes parts; `get_state_dict` and `save_model` gather the weights on rank 0.
+    A prepared loader gives every rank its part of the planned batch, whose size is `batch_size` times `parallel.data_world`;
+    incomplete batches are dropped. It shuffles if the given loader does, in an order determined by `seed` and the epoch.
+    `save_state` writes parts; `get_state_dict` and `save_model` gather the weights on rank 0.
     """
 
     _models: list[nn.Module]
@@ -60,7 +60,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """A parallel module as it is; any other module as the library does."""
+        """Return a parallel module unchanged; prepare any other module as the library does."""
         if not isinstance(model, ParallelModule):
             found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return found
@@ -75,7 +75,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(
         self, data_loader: DataLoader[object], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
     ) -> DataLoader[object]:
-        """A loader of this rank's part of every batch; raises InputError for another batch size than the planned one."""
+        """A loader of this rank's part of every batch; raises InputError if the batch size is not the planned one."""
         if self.parallel is None:
             found: DataLoader[object] = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
             return found
@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """A schedule over the batches of loaders as they are before `prepare`, of which each step takes one for every share."""
+        """A schedule counted in batches of the loaders before `prepare`, of which each step takes one per share."""
         prepared = super().prepare_scheduler(scheduler)
         if self.parallel is None or isinstance(prepared, PartScheduler):
             return prepared
@@ -120,9 +120,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradients of parameters of the parallel module, by their norm over all stages; others as the library does.
+        """Clip gradients of the parallel module by their norm over all stages; clip others as the library does.
 
-        In a pipeline a rank may store none of those that are clipped.
+        In a pipeline a rank may store none of the clipped parameters.
         """
         given = [*parameters]
         owner = next((module for module in reversed(self._parallel()) if set(given).issubset(module.parameters())), None)
@@ -133,9 +133,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return owner.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def gather(self, tensor: object) -> object:
-        """Results of a parallel module, and parts of its batches, whole on every rank; every rank calls it.
+        """Gather results of a parallel module, and parts of its batches, whole on every rank; every rank calls it.
 
-        Plain tensors are parts, joined by samples, but those with as many rows as the batch that are equal on all ranks.
+        Plain tensors are joined as parts along the samples, except those that are equal on all ranks and have as many rows as
+        the batch.
         """
         if self.parallel is None:
             return super().gather(tensor)
@@ -147,7 +148,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(self._whole, gathered, results, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> object:
-        """What `gather` gives: prepared loaders leave out what fills no batch, so that no sample comes twice."""
+        """Gather as `gather` does: prepared loaders drop incomplete batches, so that no sample comes twice."""
         if self.parallel is None or use_gather_object:
             return super().gather_for_metrics(input_data, use_gather_object)
         return self.gather(input_data)
@@ -160,7 +161,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: object) -> str:
-        """Save all that was prepared: what the ranks have in parts with torch.distributed.checkpoint, the rest as always."""
+        """Save everything prepared: ranks' parts with torch.distributed.checkpoint, the rest as the library does."""
         with self._parts_aside():
             location: str = super().save_state(output_dir, safe_serialization, **options)
         for folder, module in self._folders(location):
@@ -168,7 +169,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return location
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, object] | None = None, **options: object) -> None:
-        """Load what `save_state` saved, perhaps by another number of ranks; raises InputError without its folder."""
+        """Load what `save_state` saved, also from another number of ranks; raises InputError if its folder is missing."""
         if input_dir is None:
             raise InputError("load_state of parallel modules needs the folder", fix="load_state(folder)")
         with self._parts_aside():
@@ -177,7 +178,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load_training_state(module, self._optimizers_of(module), folder)
 
     def _results(self, own: Sequence[object], gathered: Sequence[object]) -> list[object]:
-        """What was gathered of results: of DTensors, and of what some ranks of a pipeline lack."""
+        """Gather results: DTensors, and those that some ranks of a pipeline lack."""
         assert self.parallel is not None
         split = torch.tensor([not _is_part(one) for one in own], dtype=torch.int32, device=self.device)
         if self.parallel.data_world > 1:
@@ -185,7 +186,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return [whole for whole, known in zip(gathered, split.tolist(), strict=True) if known]
 
     def _whole(self, tensor: torch.Tensor, results: Sequence[object]) -> torch.Tensor:
-        """A tensor of which each rank has a part, by samples, on every rank; a number of each rank in a row."""
+        """Join the parts of a tensor along the samples on every rank; a number per rank gives a row."""
         assert self.parallel is not None
         if tensor.ndim == 0:
             found: torch.Tensor = super().gather(tensor)
@@ -202,7 +203,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat(shares)
 
     def _ranks_with_shares(self, parallel: ParallelModule) -> list[int]:
-        """A rank that has each share of the samples, which ranks tell each other once; every rank calls it."""
+        """For each share of the samples a rank that has it; ranks exchange this once, and every rank calls it."""
         if self._ranks_of is None or self._ranks_of[0] is not parallel:
             shares: list[int] = [0] * dist.get_world_size()
             dist.all_gather_object(shares, parallel.data_rank)
@@ -214,13 +215,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return [model for model in self._models if isinstance(model, ParallelModule)]
 
     def _folders(self, location: str) -> Iterator[tuple[str, ParallelModule]]:
-        """Where the state of each parallel module is saved; the order of `prepare` is that of the run that saved it."""
+        """Where the state of each parallel module is saved; modules must be prepared in the order of the run that saved it."""
         for number, module in enumerate(self._parallel()):
             yield os.path.join(location, f"{STATES}_{number}" if number else STATES), module
 
     def _optimizers_of(self, module: ParallelModule) -> list[torch.optim.Optimizer]:
-        """The prepared optimizers of a module themselves, which the library wraps: those of its parameters, and those that have
-        none on this rank of a pipeline."""
+        """The unwrapped prepared optimizers of a module: those of its parameters, and those without parameters on this rank of
+        a pipeline.
+        """
         own, found = set(module.parameters()), []
         for prepared in self._optimizers:
             trained = [parameter for group in prepared.optimizer.param_groups for parameter in group["params"]]
@@ -230,7 +232,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _parts_aside(self) -> Iterator[None]:
-        """Have the library save and load nothing that the ranks have in parts."""
+        """Keep the library from saving and loading what ranks hold in parts."""
         models, optimizers, parallel = self._models, self._optimizers, self._parallel()
         aside = [optimizer for module in parallel for optimizer in self._optimizers_of(module)]
         self._models = [model for model in models if model not in parallel]
@@ -242,24 +244,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def _is_part(own: object) -> bool:
-    """Whether a rank has a plain tensor, and no result that is split, or that it lacks."""
+    """Whether this rank has a plain tensor, not a result that is split or missing here."""
     return isinstance(own, torch.Tensor) and not isinstance(own, DTensor)
 
 
 def _own(own: object, gathered: object) -> object:
-    """A number or a part of the batch that this rank has; results that are split, or that it lacks, as they were gathered."""
+    """This rank's number or part of the batch; results that are split or missing here are returned as gathered."""
     return own if _is_part(own) else gathered
 
 
 class PartLoader(DataLoaderShard):  # type: ignore[misc]
-    """A loader of this rank's samples that yields its part of every batch, as long as on the ranks with other samples."""
+    """A loader of this rank's samples that yields its part of every batch, padded to the length on ranks with other samples."""
 
     parallel: ParallelModule
     padding: BatchPadding | None
 
     @staticmethod
     def of(loader: DataLoader[object], parallel: ParallelModule, sampler: Sampler[list[int]], **options: object) -> PartLoader:
-        """A loader like another one, of the batches of a sampler, for a parallel module."""
+        """A copy of a loader for a parallel module, with the batches of a sampler."""
         found = PartLoader(
             loader.dataset,
             batch_sampler=sampler,
@@ -282,10 +284,10 @@ class PartLoader(DataLoaderShard):  # type: ignore[misc]
 
 
 class _SkippingSampler(SkipBatchSampler):  # type: ignore[misc]
-    """The library's own, which hands on the number of the epoch."""
+    """The library's own, which also passes on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of the samples is that of this epoch."""
+        """Use the sample order of this epoch."""
         self.batch_sampler.set_epoch(epoch)
 
 
@@ -295,7 +297,7 @@ class PartScheduler(AcceleratedScheduler):  # type: ignore[misc]
     shares: int
 
     def step(self, *args: object, **options: object) -> None:
-        """Step with the optimizer, as the library does: not while gradients accumulate, nor beyond the end of a schedule."""
+        """Step with the optimizer, as the library does: not while gradients accumulate, nor past the end of a schedule."""
         if not self.step_with_optimizer or not self.gradient_state.sync_gradients:
             super().step(*args, **options)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):

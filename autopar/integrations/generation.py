@@ -1,11 +1,10 @@
-"""Hugging Face's `generate` over parallel modules, whose weights no device needs to hold whole.
+"""Hugging Face's `generate` over parallel modules, so that no device needs to hold all weights.
 
     generator = parallel_generator(model, prompts, mesh, length=128)
     generator.generate(prompts, max_new_tokens=20)
 
-The cache of keys and values is in buffers of the prefill's module and of the decode's, laid out by the plan. A `Generator` over
-a module that was planned for something else has none: every new token is a forward of the planned length. Needs the package
-transformers.
+The key-value cache is stored in buffers of the prefill and decode modules, laid out by the plan. A `Generator` over a module
+planned for something else has no cache: every new token is a forward of the planned length. Needs the package transformers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from autopar.runtime.world import connect
 
 
 class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """What the library takes for a model that generates, on the device of a parallel module."""
+    """Presents a parallel module to the library as a model that generates."""
 
     main_input_name = "input_ids"
     base_model_prefix = ""
@@ -55,7 +54,7 @@ class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.parallel.autopar.context.device
 
     def _config(self, options: Mapping[str, Any]) -> GenerationConfig:
-        """How a `generate` with these options goes; raises InputError for prompts that are no tokens."""
+        """The generation config for these options; raises InputError if the prompts are not tokens."""
         if options.get("inputs_embeds") is not None:
             raise InputError("prompts are tokens: a planned call reads no embeddings", fix="give input_ids alone")
         config = copy.deepcopy(options.get("generation_config") or self.generation_config)
@@ -65,26 +64,26 @@ class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 class Unread(nn.Module):
-    """What the library takes for an encoder: its output is what it was given, which each forward encodes again."""
+    """Presents an encoder to the library that returns its input; each forward encodes it again."""
 
     def forward(
         self, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None, **kwargs: object
     ) -> BaseModelOutput:
-        """The tokens that an encoder is to read."""
+        """Return the encoder's input tokens."""
         return BaseModelOutput(last_hidden_state=inputs_embeds if input_ids is None else input_ids)
 
 
 class Generator(Generating):
-    """A language model, with an encoder or without, that generates by the forwards of a parallel module.
+    """A language model, with or without an encoder, that generates by forwards of a parallel module.
 
-    Every rank calls `generate` with the same prompts, and with the same seed where it draws. Prompts may be padded as the
-    whole model's are, on the left unless an encoder reads them. Each new token is one forward of the planned batch, or several
-    where prompts and beams are more; sequences may not grow beyond the planned length.
+    Every rank calls `generate` with the same prompts, and the same seed if it samples. Prompts may be padded as for the whole
+    model: on the left, unless an encoder reads them. Each new token takes one forward of the planned batch, or several if
+    prompts and beams exceed it; sequences may not grow beyond the planned length.
 
     Args:
         parallel: what `autopar.parallelize` returned, planned with `input_ids`, perhaps with `attention_mask`, `position_ids`
             and `labels`; for an encoder and a decoder with `labels` or `decoder_input_ids`, perhaps with their masks.
-        model: the model that was passed to it, for its configuration, and for what it gives to a forward.
+        model: the model that was passed to it, for its configuration and the inputs that it prepares for a forward.
 
     Raises:
         InputError: the module was planned with other arguments, or the model's `generate` is not the library's.
@@ -98,11 +97,11 @@ class Generator(Generating):
         self.forward = update_wrapper(partial(self._logits), inner.forward)  # by its parameters the library knows what to give
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """None of its own: what it would read goes on to each forward."""
+        """A stand-in for the encoder, whose input is passed on to each forward."""
         return Unread()
 
     def _logits(self, input_ids: torch.Tensor | None = None, past_key_values: object = None, **given: Any) -> Seq2SeqLMOutput:
-        """The logits of tokens, as the model's own forward gives them; raises InputError for what was not planned."""
+        """The logits of tokens, as returned by the model's own forward; raises InputError for unplanned arguments."""
         if past_key_values is not None:
             raise InputError("a Generator has no cache", fix="leave use_cache out; parallel_generator has one")
         tensors, places = self.call.tensors(input_ids, **given)
@@ -133,7 +132,7 @@ class Generator(Generating):
 
 
 class SeenPositions(Cache):  # type: ignore[misc]
-    """What the library is told of the cache, which lies in the buffers of the modules: how many positions are written."""
+    """Tells the library how many positions of the cache, which is in the modules' buffers, are written."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -144,22 +143,24 @@ class SeenPositions(Cache):  # type: ignore[misc]
         return self.seen
 
     def changed(self, *args: object, **kwargs: object) -> None:
-        """Refuse to move what is stored from sequence to sequence, or to forget it."""
-        raise InputError("a planned cache only grows, by the tokens of its sequences", fix="a Generator, which has no cache")
+        """Refuse to reorder or drop cached sequences."""
+        raise InputError(
+            "a planned cache only grows: sequences cannot be reordered or cut", fix="a Generator, which has no cache"
+        )
 
     reorder_cache = crop = batch_repeat_interleave = batch_select_indices = changed
 
 
 class CachedGenerator(Generating):
-    """A Hugging Face model that generates by two parallel modules, which share their weights and a cache of keys and values.
+    """A Hugging Face model that generates by two parallel modules, which share their weights and a key-value cache.
 
     Every rank calls `generate` with the same prompts, and with the same seed where it draws. `parallel_generator` makes it.
 
     Args:
-        prefill: the module of a prompt.
-        decode: the module of one token, over the tensors of `prefill`.
+        prefill: the module for a prompt.
+        decode: the module for one token, over the tensors of `prefill`.
         model: the model, for its configuration.
-        plan: how both were planned.
+        plan: the plan of both.
     """
 
     def __init__(self, prefill: ParallelModule, decode: ParallelModule, model: nn.Module, plan: GenerationPlan) -> None:
@@ -177,13 +178,13 @@ class CachedGenerator(Generating):
         encoder_outputs: object = None,
         **unused: object,
     ) -> CausalLMOutputWithPast:
-        """The logits after the last of these tokens, which follow those that the cache has seen.
+        """The logits after the last of these tokens, which follow the cached ones.
 
         Raises InputError for more sequences or positions than were planned.
         """
         cache, tokens = past_key_values, input_ids if decoder_input_ids is None else decoder_input_ids
         if not isinstance(cache, SeenPositions) or tokens is None:
-            raise InputError("a planned cache is that of one generate()", fix="leave past_key_values and use_cache out")
+            raise InputError("a planned cache serves one generate() call", fix="leave past_key_values and use_cache out")
         rows, number = tokens.shape
         if rows > self.plan.batch or cache.seen + number > self.plan.length:
             raise InputError(
@@ -198,7 +199,7 @@ class CachedGenerator(Generating):
     def _next(
         self, tokens: torch.Tensor, seen: int, mask: torch.Tensor | None, positions: torch.Tensor | None
     ) -> tuple[int, torch.Tensor]:
-        """Store the first of these tokens, as many as a module takes: their number, and the logits after the last of them."""
+        """Store as many of these tokens as a module takes; returns their number, and the logits after the last of them."""
         (rows, number), encodes = tokens.shape, bool(self.config.is_encoder_decoder)
         whole = not encodes and number > 1 and seen + self.plan.prompt <= self.plan.length
         module = self.prefill if whole or self.source is not None else self.decode
@@ -223,16 +224,17 @@ class CachedGenerator(Generating):
     def generate(
         self, inputs: torch.Tensor | None = None, *, input_ids: torch.Tensor | None = None, **options: object
     ) -> object:
-        """The library's `generate`, by the planned cache.
+        """The library's `generate`, using the planned cache.
 
         Args:
-            inputs: prompts, `[sequences, tokens]`, no more than were planned; what an encoder reads is not longer either.
-            input_ids: the same by the name that a tokenizer gives it.
+            inputs: prompts, `[sequences, tokens]`, no more than planned; an encoder's input may not be longer than planned
+                either.
+            input_ids: the same, under a tokenizer's name for it.
             **options: those of the library's `generate`.
 
         Raises:
-            InputError: there are no prompts, or more was asked for than was planned, beams, guidance, an assistant, or no
-                cache or another one.
+            InputError: there are no prompts, or the call asks for more than planned, or for beams, guidance, an assistant, or
+                no cache or another one.
         """
         inputs = input_ids if inputs is None else inputs
         if inputs is None:
@@ -282,13 +284,13 @@ def parallel_generator(
     plan: GenerationPlan | None = None,
     **options: object,
 ) -> CachedGenerator:
-    """Make this rank's part of a model that generates: `generate` gives the tokens of the whole model.
+    """Build this rank's part of a model that generates: `generate` returns the tokens of the whole model.
 
-    Run it under torchrun with as many processes as the mesh has devices; rank 0 plans, and its weights are the ones that count.
+    Run it under torchrun with one process per device of the mesh; rank 0 plans, and its weights are used on all ranks.
 
     Args:
         model, prompts, mesh, length, options: as for `plan_generation`.
-        plan: what `plan_generation` returned for them; by default rank 0 makes one.
+        plan: the result of `plan_generation` for them; by default rank 0 makes one.
 
     Raises:
         AutoparError: what `plan_generation` and `autopar.parallelize` raise.
@@ -309,18 +311,18 @@ def parallel_generator(
 
 
 def _unassisted(config: GenerationConfig, options: Mapping[str, object]) -> GenerationMode:
-    """How tokens are found; raises InputError if some are guessed first, and taken back if they are wrong."""
+    """The generation mode; raises InputError for assisted (speculative) generation."""
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode == GenerationMode.ASSISTED_GENERATION:
         raise InputError(
-            "assisted generation takes tokens back from a cache, which neither a planned one nor a Generator can",
+            "assisted generation removes tokens from the cache, which a planned cache and a Generator cannot",
             fix="leave assistant_model, prompt_lookup_num_tokens and assistant_early_exit out",
         )
     return mode
 
 
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...], filled: int) -> torch.Tensor:
-    """A matrix with rows below and columns to the right, up to a shape."""
+    """A matrix padded to a shape, with rows below and columns to the right."""
     rows, columns = (size - have for size, have in zip(shape, tensor.shape, strict=True))
     return nn.functional.pad(tensor, (0, columns, 0, rows), value=filled)
 

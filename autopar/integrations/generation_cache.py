@@ -1,7 +1,7 @@
-"""A Hugging Face model with its cache of keys and values as buffers, which a program writes and a plan lays out.
+"""Wraps a Hugging Face model so that its key-value cache is in buffers, which a program writes and a plan lays out.
 
-The cache is the library's `StaticCache`, of a fixed number of positions: a call computes with all of them, and a mask hides
-those that are not written yet. Where a call begins is an input, so that one program serves every position.
+The cache is the library's `StaticCache`, with a fixed number of positions: a call computes with all of them, and a mask hides
+those not written yet. The position of a call is an input, so one program serves every position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.errors import InputError
 
 
 class CachedLayer(nn.Module):
-    """The keys and values of one attention, `[batch, heads, positions, features]`, as buffers outside of the state dict."""
+    """Keys and values of an attention layer, `[batch, heads, positions, features]`, as buffers outside of the state dict."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -31,16 +31,16 @@ class CachedLayer(nn.Module):
 
 
 class CachedModel(nn.Module):
-    """A causal language model, or one of an encoder and a decoder, with its cache.
+    """A causal language model, or an encoder-decoder model, with its cache.
 
     Args:
         model: the model, in evaluation mode.
         batch: the number of sequences.
         length: the number of positions of the cache.
-        source: the length of what the encoder reads; 0 for a model without encoder.
+        source: the length of the encoder's input; 0 for a model without encoder.
 
     Raises:
-        InputError: its cache is not one of keys and values at all positions.
+        InputError: its cache does not hold keys and values for all positions.
     """
 
     def __init__(self, model: PreTrainedModel, batch: int, length: int, source: int = 0) -> None:
@@ -55,7 +55,7 @@ class CachedModel(nn.Module):
         )
 
     def sample(self, tokens: int, *, source: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """The arguments of a call with so many tokens; with `source` the encoder reads, and the cache of it is filled."""
+        """Sample arguments of a call with so many tokens; with `source` the encoder runs and fills its cache."""
         found = {"tokens": torch.zeros(self.batch, tokens, dtype=torch.int64), "position": torch.tensor(0)}
         found |= {"last": torch.tensor([tokens - 1]), "mask": torch.ones(self.batch, self.masked, dtype=torch.int64)}
         if self.own_positions and not self.cross:
@@ -71,15 +71,15 @@ class CachedModel(nn.Module):
         positions: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits `[batch, 1, vocabulary]` after one of these tokens, whose keys and values are stored from a position on.
+        """Logits `[batch, 1, vocabulary]` after one of these tokens; stores their keys and values from a position on.
 
         Args:
             tokens: `[batch, number]`.
-            position: of the first of them in the cache; a scalar.
-            last: which of them is the last, `[1]`; others behind it are written, and overwritten by the next call.
-            mask: `[batch, positions]`, 0 for what is padding: of the cache, or of what the encoder reads.
-            positions: `[batch, number]`, of the tokens, not counting padding.
-            source: what the encoder reads, `[batch, source]`; without it the cache has what it read before.
+            position: that of the first token in the cache; a scalar.
+            last: the index of the last token, `[1]`; tokens behind it are written too, and overwritten by the next call.
+            mask: `[batch, positions]`, 0 for padding, of the cache or of the encoder's input.
+            positions: `[batch, number]`, the tokens' positions, not counting padding.
+            source: the encoder's input, `[batch, source]`; without it the cache keeps the previous one.
         """
         if self.cross:
             given = {"decoder_input_ids": tokens, "past_key_values": self._both(position, source)}
@@ -96,7 +96,7 @@ class CachedModel(nn.Module):
         return StaticCache(config=self.model.config, max_cache_len=self.length)
 
     def _both(self, position: torch.Tensor, source: torch.Tensor | None) -> EncoderDecoderCache:
-        """The caches of a decoder: its own, and that of what the encoder read, to be written if there is a source."""
+        """The caches of a decoder: for itself, and for the encoder's results, which is written if there is a source."""
         cross = self._blank()  # the library asks it for its length, which must not be a tensor then
         both = EncoderDecoderCache(lent(self._blank(), self.cache, position), cross)
         both.is_updated = dict.fromkeys(both.is_updated, source is None)
@@ -104,13 +104,13 @@ class CachedModel(nn.Module):
         return both
 
     def _nothing(self, mask: torch.Tensor) -> BaseModelOutput:
-        """What stands for the encoder's results where the cache has all that is read of them."""
+        """A placeholder for the encoder's results, all needed parts of which are in the cache."""
         shape = *mask.shape, self.model.config.hidden_size
         return BaseModelOutput(last_hidden_state=torch.zeros(shape, dtype=self.model.dtype, device=mask.device))
 
 
 def lent(cache: StaticCache, layers: nn.ModuleList, position: torch.Tensor) -> StaticCache:
-    """A cache of the library over these buffers, which it writes from a position on."""
+    """A library cache over these buffers that writes from a position on."""
     for layer, own in zip(cache.layers, layers, strict=True):
         assert isinstance(own, CachedLayer)
         layer.keys, layer.values, layer.is_initialized = own.keys, own.values, True
@@ -119,7 +119,7 @@ def lent(cache: StaticCache, layers: nn.ModuleList, position: torch.Tensor) -> S
 
 
 def _probed(model: PreTrainedModel, batch: int, length: int, source: int) -> tuple[StaticCache, StaticCache]:
-    """The caches of a model, and of what its encoder read, as a forward on the meta device makes them."""
+    """The caches of a model, for itself and its encoder's results, as made by a forward on the meta device."""
     own, cross = (StaticCache(config=model.config, max_cache_len=size) for size in (length, max(source, 1)))
     if other := [type(layer).__name__ for cache in (own, cross) for layer in cache.layers if type(layer) is not StaticLayer]:
         raise InputError(
@@ -138,7 +138,7 @@ def _probed(model: PreTrainedModel, batch: int, length: int, source: int) -> tup
         except (RuntimeError, NotImplementedError) as error:
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise InputError(
-                f"{type(model).__name__} looks at numbers where it fills a cache, which a plan has not: {first}",
+                f"{type(model).__name__} decides by values while it fills a cache, which a plan cannot: {first}",
                 fix='experts_implementation="grouped_mm" for experts; or generate without a cache: Generator',
             ) from error
     if not source:

@@ -1,4 +1,4 @@
-"""What a planned call is given for one forward of the library's `generate`, and where the logits of its tokens are then.
+"""Converts one forward of the library's `generate` to a planned call, and locates the logits of its tokens in the result.
 
     a causal model                                        an encoder, and a decoder that reads labels shifted to the right
 
@@ -6,8 +6,8 @@
     . . a b c     a b c 0 0 0 0 0    1 1 1 0 0 0 0 0      > x y          x y > -      > is the first token of every sequence,
     d e f g h     d e f g h 0 0 0    1 1 1 1 1 0 0 0      > z w          z w > -      - no label
 
-A decoder sees nothing of what is to the right. Where the library counts the positions of a padded prompt from its first token,
-that token is given in the first column, from which a planned call counts.
+A decoder does not see what is to its right. If the library counts the positions of a padded prompt from its first token, that
+token moves to the first column, from which a planned call counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITHOUT_EFFECT = {"use_cache", "return_dict", "logits_to_keep", "is_first_iterat
 
 
 def generating_model(model: nn.Module) -> PreTrainedModel:
-    """The library's model, in what may have adapters; raises InputError if its `generate` is not the library's."""
+    """The library's model inside of a possible adapter; raises InputError if its `generate` is not the library's."""
     found = next((inner for inner in model.modules() if isinstance(inner, PreTrainedModel)), model)
     if getattr(type(found), "generate", None) is not GenerationMixin.generate:
         raise InputError(f"{type(found).__name__} has no generate, or one of its own", fix="a language model of transformers")
@@ -39,8 +39,9 @@ def generating_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_rotary_length(model: PreTrainedModel, length: int) -> None:
-    """Raise InputError for a length from which on rotary frequencies are those of long sequences: a planned call has one length
-    for all of them, and the library computes the cache again where a sequence passes it."""
+    """Raise InputError for a length at which rotary frequencies switch to those for long sequences: a planned call has one
+    length for all, whereas the library recomputes the cache when a sequence passes it.
+    """
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     for rope in [one for one in given.values() if isinstance(one, Mapping)] or [given]:  # by the type of a layer, or one
@@ -49,18 +50,20 @@ def check_rotary_length(model: PreTrainedModel, length: int) -> None:
             most = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         if length > most:
             raise InputError(
-                f"the positions of {type(model).__name__} are others in sequences of more than {most} tokens",
+                f"{type(model).__name__} computes other positions in sequences of more than {most} tokens",
                 planned=f"sequences of up to {length} tokens",
                 fix=f"plan for {most} tokens at most",
             )
 
 
 def labels_shifted(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a decoder reads for labels; raises InputError where the library does not say."""
+    """The decoder inputs for labels; raises InputError if the library does not define them."""
     if (shifted := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
         return shifted  # type: ignore[no-any-return]
     if (shift := getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)) is None:
-        raise InputError(f"what {type(model).__name__} decodes for labels is not known", fix="plan with decoder_input_ids")
+        raise InputError(
+            f"the decoder inputs that {type(model).__name__} makes from labels are not known", fix="plan with decoder_input_ids"
+        )
     return lambda labels: shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
 
 
@@ -68,7 +71,7 @@ def labels_shifted(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Ten
 class PlannedCall:
     """The tensors of a planned call of a decoder, or of an `encoder` and a decoder, which may read labels `shifted`.
 
-    Positions that the library does not give are those of the columns, or count the tokens that are not `padding`, from it on.
+    Without positions from the library they are the columns, or count the tokens other than `padding`, starting behind it.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -78,7 +81,7 @@ class PlannedCall:
 
     @staticmethod
     def of(signature: Signature, model: PreTrainedModel) -> PlannedCall:
-        """The call of a module with this signature; raises InputError if `generate` cannot know an argument of it."""
+        """The call of a module with this signature; raises InputError if `generate` cannot provide one of its arguments."""
         specs, encoder = {one.path: one for one in signature.tensors}, bool(model.config.is_encoder_decoder)
         groups = (SOURCE, TARGET) if encoder else (CAUSAL,)
         shapes = [{specs[name].shape for name in group if name in specs} for group in groups]
@@ -96,7 +99,7 @@ class PlannedCall:
             )
         if not encoder and "position_ids" not in specs and _counts_from_padding(model):
             raise InputError(
-                f"{type(model).__name__} has other positions where it generates than where none are given",
+                f"{type(model).__name__} uses other positions in generate() than by default",
                 fix="plan with position_ids",
             )
         check_rotary_length(model, max(spec.shape[1] for spec in specs.values()))
@@ -115,9 +118,9 @@ class PlannedCall:
         encoder_outputs: BaseModelOutput | None = None,
         **others: object,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The tensors of one or more calls for what the library gives a model, and the column of the logits of every token.
+        """The tensors of one or more calls for the library's inputs of a model, and the column of the logits of every token.
 
-        What an encoder reads is expected as its output. Raises InputError for what was not planned.
+        The encoder's input is expected as its output. Raises InputError for unplanned arguments.
         """
         used = [name for name, value in others.items() if not (name in WITHOUT_EFFECT or value is None or value is False)]
         if used:
@@ -141,25 +144,25 @@ class PlannedCall:
         found["labels"] = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)  # where the first is taken from the last: mBART
         padded = {name: _padded(name, found[name], spec) for name, spec in self.specs.items()}
         if self.shifted is not None and not self.shifted(padded["labels"])[: len(tokens), : tokens.shape[1]].equal(tokens):
-            raise InputError("no labels make the model decode these tokens", fix="plan with decoder_input_ids")
+            raise InputError("no labels, shifted, give these decoder tokens", fix="plan with decoder_input_ids")
         return padded, places
 
     def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The positions of a call that is given none, such as the library's guidance makes without a prompt."""
+        """The positions of a call without any, such as the library's guidance makes without a prompt."""
         if self.padding is None:
             return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         seen = (tokens != self.padding).to(tokens.dtype)
         return seen.cumsum(1) * seen + self.padding
 
     def _read(self, prefix: str, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The arguments that tell of these tokens; raises InputError if some are hidden and the plan takes no mask."""
+        """The arguments for these tokens; raises InputError if some are masked and the plan takes no mask."""
         name = f"{prefix}attention_mask"
         if mask is not None and name not in self.specs and not bool(mask.all()):
             raise InputError(f"the prompts are padded, but the module was planned without {name}", fix=f"plan with {name}")
         return {f"{prefix}input_ids": tokens, name: torch.ones_like(tokens) if mask is None else mask}
 
     def _check_source(self, source: torch.Tensor) -> None:
-        """Raise InputError for what is no tokens, and if an encoder would see padding, which only a mask hides from it."""
+        """Raise InputError if the input is not tokens, or if an encoder would see padding because the plan takes no mask."""
         if source.is_floating_point():
             raise InputError("an encoder reads embeddings, or has read before", fix="give input_ids alone")
         width = self.specs["input_ids"].shape[1]
@@ -171,16 +174,16 @@ class PlannedCall:
 
 
 def _counts_from_padding(model: nn.Module) -> bool:
-    """Whether positions that are not given start behind the number of the padding token, as RoBERTa's do."""
+    """Whether default positions start behind the index of the padding token, as in RoBERTa."""
     return any("create_position_ids_from_input_ids" in dir(type(module)) for module in model.modules())
 
 
 def _from_the_first_column(
     tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Sequences without what hides on their left, their mask, and the column of every token.
+    """Sequences without their masked left part, their mask, and the column of every token.
 
-    Raises InputError if positions are not counted from the first token that is seen, or something else is hidden.
+    Raises InputError if positions do not count from the first visible token, or anything else is masked.
     """
     rows, width = tokens.shape
     columns = torch.arange(width, device=tokens.device).expand(rows, width)
@@ -198,7 +201,7 @@ def _from_the_first_column(
 
 
 def _padded(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A matrix with columns to the right, which have no labels, and rows below, which are seen, as whole calls take it."""
+    """A matrix padded to whole calls: with unlabelled columns to the right, and visible rows below."""
     (rows, width), (batch, length) = tensor.shape, spec.shape
     if width > length:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Plans of generation: the prefill of a prompt, and the decode of one token, over one set of stored weights and one cache."""
+"""Plans for generation: prefill of a prompt and decode of one token, over one set of stored weights and one cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """The plans of a prefill and of a decode, for so many sequences, tokens of a prompt, and positions of the cache."""
+    """The plans of prefill and decode for a number of sequences, prompt tokens and cache positions."""
 
     prefill: Plan
     decode: Plan
@@ -47,16 +47,16 @@ class GenerationPlan:
 
     @property
     def prefill_per_token(self) -> Seconds:
-        """Seconds for each token of the prompts."""
+        """Seconds per prompt token."""
         return self.prefill.step_time / (self.batch * self.prompt)
 
     @property
     def decode_per_token(self) -> Seconds:
-        """Seconds for each new token; a sequence waits `batch` times as long for its next one."""
+        """Seconds per new token; a sequence waits `batch` times as long for its next one."""
         return self.decode.step_time / self.batch
 
     def seconds(self, new: int) -> Seconds:
-        """Seconds until every sequence has so many new tokens, the first of them by the prefill."""
+        """Seconds until every sequence has so many new tokens; prefill makes the first."""
         return self.prefill.step_time + (new - 1) * self.decode.step_time
 
     def to_json(self) -> str:
@@ -66,7 +66,7 @@ class GenerationPlan:
 
     @staticmethod
     def from_json(line: str) -> GenerationPlan:
-        """What `to_json` wrote. Raises PlanError for what it did not."""
+        """Read the output of `to_json`. Raises PlanError for anything else."""
         try:
             data = files.typed(_Written, files.parse(line))
             if data.batch < 1 or not 1 <= data.prompt <= data.length:
@@ -77,7 +77,7 @@ class GenerationPlan:
         return GenerationPlan(prefill=prefill, decode=decode, batch=data.batch, prompt=data.prompt, length=data.length)
 
     def check(self, prompts: torch.Tensor, length: int) -> None:
-        """Raise PlanError for other prompts, or another number of positions, than it was made for."""
+        """Raise PlanError if the prompts or the number of positions are not the planned ones."""
         own, asked = ([self.batch, self.prompt], self.length), ([*prompts.shape], length)
         if own != asked:
             planned, given = (f"prompts {shape}, {positions} positions" for shape, positions in (own, asked))
@@ -105,15 +105,15 @@ def plan_generation(
     """Plan how a Hugging Face model generates on a mesh; needs neither processes nor weights.
 
     Args:
-        model: a causal language model, or one with an encoder, in evaluation mode.
-        prompts: sample prompts, `[batch, tokens]`; of a model with an encoder what that one reads. Others may be shorter, and
-            prompts of a decoder longer.
+        model: a causal language model or an encoder-decoder model, in evaluation mode.
+        prompts: sample prompts, `[batch, tokens]`, which the encoder reads if there is one. Later prompts may be shorter, and
+            those of a decoder longer.
         mesh: as for `autopar.plan`.
-        length: the number of positions of the cache, for the prompt and what is generated.
-        **options: those of `autopar.plan`, but for what names inputs.
+        length: the number of positions of the cache, for the prompt and the generated tokens.
+        **options: those of `autopar.plan`, except the ones that name inputs.
 
     Raises:
-        InputError: the model's cache is not one of keys and values at all positions, or the prompts do not fit into it.
+        InputError: the model's cache does not hold keys and values for all positions, or the prompts do not fit into it.
         AutoparError: what `autopar.plan` raises.
     """
     cached, asked = cached_model(model, prompts, length), generation_options(options)
@@ -125,7 +125,7 @@ def plan_generation(
 
 
 def generation_options(options: dict[str, object]) -> Options:
-    """The options of both programs. Raises ConstraintError for those that name inputs, or are of training."""
+    """The options of both programs. Raises ConstraintError for those that name inputs, or are for training."""
     if wrong := [name for name in OF_ONE_PROGRAM if options.get(name)]:
         raise ConstraintError(f"{wrong[0]}= names inputs of a call, and generation makes calls of its own", fix="leave it out")
     if options.get("mode", INFERENCE) != INFERENCE:

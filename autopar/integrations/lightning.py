@@ -1,4 +1,4 @@
-"""Lightning: a strategy for modules that make a parallel module in `configure_model`.
+"""Lightning: a strategy for modules that build a parallel module in `configure_model`.
 
     class Training(lightning.LightningModule):
         def configure_model(self):                       # called once the processes run, and again by a later fit or test
@@ -10,8 +10,8 @@
 
     lightning.Trainer(accelerator="cpu", devices=2, strategy=AutoparStrategy())
 
-Loaders get the library's DistributedSampler, which shuffles, for the shares of the samples that the plan has: fewer than ranks
-where some compute with the same ones. Batches are padded across ranks where a collator of transformers pads. Checkpoints are
+Loaders get the library's DistributedSampler, which shuffles, with one share per distinct part of the samples: fewer than ranks
+if some compute with the same ones. Batches are padded across ranks if a transformers collator pads them. Checkpoints are
 folders of parts. Needs the package lightning.
 """
 
@@ -41,10 +41,10 @@ STATES = "autopar"  # the entry of a checkpoint that has the random states
 
 
 class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
-    """The library's ModelParallelStrategy over parallel modules: their shares of the samples, and their random states.
+    """The library's ModelParallelStrategy for parallel modules, with their shares of the samples and their random states.
 
     Args:
-        options: those of `ModelParallelStrategy`; its data and tensor parallel sizes mean nothing here.
+        options: those of `ModelParallelStrategy`; its data and tensor parallel sizes are ignored.
     """
 
     def __init__(self, **options: object) -> None:
@@ -64,25 +64,25 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which samples a rank loads; raises InputError where parallel modules disagree."""
+        """Which samples a rank loads; raises InputError if parallel modules disagree."""
         shares = {(held.data_world, held.data_rank) for held in self.parallel.values()}
         if len(shares) > 1:
-            raise InputError("the parallel modules take other shares of the samples", fix='inputs="whole" for all of them')
+            raise InputError("the parallel modules take different shares of the samples", fix='inputs="whole" for all of them')
         ((world, rank),) = shares
         return {"num_replicas": world, "rank": rank}
 
     @property
     def pipeline(self) -> PipelineModule | None:
-        """The parallel module, if it is one in pipeline stages; raises InputError if it is not alone."""
+        """The parallel module if it has pipeline stages; raises InputError if there are others."""
         stages = [held for held in self.parallel.values() if isinstance(held, PipelineModule)]
         if stages and len(self.parallel) > 1:
-            raise InputError("a module in pipeline stages trains alone, and there are others", fix="leave pipeline= out")
+            raise InputError("a module in pipeline stages must be the only parallel module", fix="leave pipeline= out")
         return stages[0] if stages else None
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the parallel modules and optimizers; in pipeline stages gradients are clipped over all of them.
+        """Build the parallel modules and optimizers; with pipeline stages gradients are clipped over all of them.
 
-        What was noted of the model before is forgotten: a strategy may serve one `fit` after the other.
+        Clears what was noted about the previous model: a strategy may serve several `fit`s in turn.
         """
         self._padding = None
         if isinstance(self.precision_plugin, StagePrecision):  # type: ignore[has-type]
@@ -92,27 +92,27 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
             known: Precision = self.precision_plugin
             if type(known) is not Precision:
                 raise InputError(
-                    f"{type(known).__name__} knows no pipeline stages",
+                    f"{type(known).__name__} does not support pipeline stages",
                     fix='plan with precision="bf16-mixed" or "fp16-mixed", and leave precision= of the Trainer out',
                 )
             self.precision_plugin = StagePrecision(pipeline)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """A loader as it is; the first that pads its batches says how those of all loaders are padded across ranks."""
+        """Return a loader unchanged; the first one that pads its batches determines how all are padded across ranks."""
         if self._padding is None and len(self.parallel) == 1:
             (parallel,) = self.parallel.values()
             self._padding = BatchPadding.of_loader(parallel, getattr(dataloader, "collate_fn", None))
         return super().process_dataloader(dataloader)
 
     def batch_to_device(self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> object:
-        """A batch on its device, as long as those of the ranks that load other samples."""
+        """Move a batch to its device, padded to the length of those on ranks with other samples."""
         if self._padding is not None and isinstance(batch, Mapping):
             (parallel,) = self.parallel.values()
             batch = self._padding.on_all_ranks(batch, parallel)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What a checkpoint has of an optimizer; no state before its first step. Raises InputError for LBFGS."""
+        """An optimizer's entry in a checkpoint; no state before its first step. Raises InputError for LBFGS."""
         with unstepped([optimizer]) as fresh:
             found: dict[str, Any] = super().optimizer_state(optimizer)
         if fresh:
@@ -122,15 +122,15 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, object], filepath: object, storage_options: object = None) -> None:
-        """Save parts, and what the parallel modules draw from."""
+        """Save this rank's parts, and the random states of parallel modules."""
         states = {name: held.autopar.rng_state.state_dict() for name, held in self.parallel.items()}
         super().save_checkpoint({**checkpoint, STATES: states}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> dict[str, object]:
-        """Load parts, perhaps of another number of ranks, and what the parallel modules drew from.
+        """Load this rank's parts, also from another number of ranks, and the random states of parallel modules.
 
-        Nothing that a file says is executed, unless `weights_only` is False. The library's own loader reads one file with all;
-        it refuses parts where ranks have other parameters, where none is split, or where optimizers were not saved.
+        Nothing in a file is executed, unless `weights_only` is False. The library's own loader reads one file with everything;
+        it refuses parts if ranks have different parameters, if none is split, or if optimizers were not saved.
         """
         folder = Path(self.broadcast(checkpoint_path))
         load = self._load_parts if folder.is_dir() else super().load_checkpoint
@@ -143,7 +143,7 @@ class AutoparStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return found
 
     def _load_parts(self, folder: Path, weights_only: bool) -> dict[str, object]:
-        """Load the model from a folder of parts, and optimizers where it has them."""
+        """Load the model from a folder of parts, and optimizers if it has them."""
         module, reader = self.lightning_module, CheckpointReader(folder)
         saved = reader.read_metadata().state_dict_metadata
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -172,14 +172,14 @@ def _has(saved: Iterable[str], name: str) -> bool:
 
 
 class StagePrecision(Precision):  # type: ignore[misc]
-    """The library's own, but gradients are clipped by their norm over all stages."""
+    """The library's own, but clips gradients by their norm over all stages."""
 
     def __init__(self, pipeline: PipelineModule) -> None:
         super().__init__()
         self.pipeline = pipeline
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip the gradients of an optimizer; every rank calls it, and may store none of them."""
+        """Clip the gradients of an optimizer; every rank calls it, even if it stores none of them."""
         self.pipeline.clip_grad_norm_(clip_val, parameters=self.main_params(optimizer))
 
 

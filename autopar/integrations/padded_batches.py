@@ -1,11 +1,11 @@
-"""Batches of tokens of one length on every rank, which load different samples and pad them to the longest of their own.
+"""Pads token batches to one length on all ranks, which load different samples and pad them to their own longest one.
 
     rank 0   a b c          a b c . . 0      . up to the longest of all ranks, on the side of the tokenizer
     rank 1   d e f g h      d e f g h 0      0 up to the planned length, or to a multiple that the plan divides, on the right
 
-The first are what a process that loads the whole batch would have. The others nothing sees: a mask hides them, and they have no
-labels. Where batches are padded on the left there are none: padding there comes before all that its mask lets it see, so that
-what a model makes of it, and trains on, depends on the whole length.
+The first kind is what a process that loads the whole batch would have. The second kind has no effect: it is masked and has no
+labels. It is not added to batches padded on the left: padding there precedes everything that its mask lets it see, so that the
+model's result for it, which is trained on, depends on the whole length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.codegen import ParallelModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLengths:
-    """How long the longest batch of all ranks is, by input, and whether one of them is padded on the left."""
+    """The length of the longest batch of all ranks, by input, and whether one of them is padded on the left."""
 
     longest: Mapping[str, int]
     left: bool
@@ -31,9 +31,9 @@ class BatchLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPadding:
-    """How the batches of a planned call are padded: the value that pads an input, by name, and the side.
+    """How the batches of a planned call are padded: the padding value of each input, by name, and the side.
 
-    Nothing is padded where the plan takes no attention mask: a call then says in what ranks differ.
+    Nothing is padded if the plan takes no attention mask: a call then reports how ranks differ.
     """
 
     signature: Signature
@@ -48,10 +48,10 @@ class BatchPadding:
 
         Args:
             signature: the planned call.
-            collator: has perhaps a tokenizer of its own, and `label_pad_token_id`.
-            tokenizer: what pads where the collator has none; perhaps nothing at all.
-            labels: the inputs that are labels.
-            word: what pads tokens where no tokenizer says it.
+            collator: may have its own tokenizer, and `label_pad_token_id`.
+            tokenizer: the tokenizer to use if the collator has none; may be None.
+            labels: the names of inputs that are labels.
+            word: the padding token if no tokenizer defines it.
         """
         pads = getattr(collator, "tokenizer", tokenizer)
         left = getattr(pads, "padding_side", "right") == "left"
@@ -65,7 +65,7 @@ class BatchPadding:
 
     @classmethod
     def of_loader(cls, parallel: ParallelModule, collator: object) -> BatchPadding | None:
-        """How a loader's collator pads, if it is one of transformers that does."""
+        """How a loader's collator pads, if it is a transformers collator that does."""
         if not hasattr(collator, "tokenizer"):
             return None
         signature = parallel.autopar.signature
@@ -80,7 +80,7 @@ class BatchPadding:
         ]
 
     def lengths(self, batch: Mapping[str, object], parallel: ParallelModule | None = None) -> BatchLengths:
-        """The lengths of the batches of all ranks that load other samples for a parallel module; all ranks call it."""
+        """The lengths of the batches on all ranks that load different samples for a parallel module; all ranks call it."""
         given = self._given(batch)
         mask = given.get("attention_mask")
         told: list[int] = [self.left or (mask is not None and bool((mask[:, 0] == 0).any()))]
@@ -92,14 +92,14 @@ class BatchPadding:
         return BatchLengths(longest=dict(zip(self.names, lengths, strict=True)), left=bool(left))
 
     def padded(self, batch: Mapping[str, object], lengths: BatchLengths) -> dict[str, object]:
-        """The batch as long as the longest of all ranks, and as long as planned where that is fixed.
+        """Pad the batch to the longest of all ranks, and to the planned length if that is fixed.
 
-        What is longer than planned stays so.
+        Longer ones are left as they are.
         """
         return {**batch, **{name: self._padded(name, tensor, lengths) for name, tensor in self._given(batch).items()}}
 
     def on_all_ranks(self, batch: Mapping[str, object], parallel: ParallelModule) -> dict[str, object]:
-        """The batch as `padded` beside those of all ranks that load other samples for a parallel module."""
+        """The batch `padded` to match all ranks that load different samples for a parallel module."""
         return self.padded(batch, self.lengths(batch, parallel))
 
     def _given(self, batch: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -112,7 +112,7 @@ class BatchPadding:
         return nn.functional.pad(tensor, (missing, 0) if left else (0, missing), value=self.values[name])
 
     def _planned(self, name: str, longest: Mapping[str, int]) -> int:
-        """The length that a call takes of an input, if ranks have these: the planned one, or the next that the plan allows."""
+        """The length of an input in a call, given those on all ranks: the planned one, or the next that the plan allows."""
         size = next((one for one in self.signature.sizes if (name, 1) in one.places), None)
         if size is None:
             return self.signature.shapes[name][1]

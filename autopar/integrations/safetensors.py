@@ -1,4 +1,4 @@
-"""Weights in safetensors files, as Hugging Face has them: each rank reads its parts of the tensors, and no tensor whole.
+"""Weights in safetensors files, as from Hugging Face: each rank reads only its parts of the tensors.
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -32,7 +32,7 @@ LARGEST_INDEX = 1 << 28  # bytes of an index that is read
 
 
 class SafetensorsReader:
-    """A folder of safetensors files, one of which is open at a time: a file is mapped into memory while it is read."""
+    """Reads a folder of safetensors files, one open at a time: a file is memory-mapped while it is read."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -44,11 +44,11 @@ class SafetensorsReader:
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of one."""
+        """The whole shape of a tensor."""
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """A range of one; a view of the file's memory."""
+        """A range of a tensor, as a view of the file's memory."""
         file = self._file(name)
         found: torch.Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
         return found
@@ -95,13 +95,13 @@ class SafetensorsReader:
 def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -> tuple[str, ...]:
     """Fill a parallel module from the safetensors files of a folder; each rank reads its parts only.
 
-    Every rank calls it, with a folder that it can read. What is on meta and not in a checkpoint (buffers such as rotary
-    frequencies) is initialised by the model's own code. Create the optimizer afterwards: tensors on meta are replaced.
+    Every rank calls it, with a folder that it can read. Meta tensors that are not in the checkpoint (buffers such as rotary
+    frequencies) are initialised by the model's own code. Create the optimizer afterwards: meta tensors are replaced.
 
     Args:
         parallel: the module that `autopar.parallelize` returned.
         model: the model that was passed to it.
-        folder: what `save_pretrained` wrote, or what was downloaded from the Hub.
+        folder: written by `save_pretrained`, or downloaded from the Hub.
 
     Returns:
         The tensors in the files that the model does not have.
@@ -123,8 +123,8 @@ def load_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path) -
 def full_state_dict(parallel: nn.Module) -> dict[str, torch.Tensor]:
     """The whole tensors of a parallel module's state dict on the host of rank 0; elsewhere, an empty dict.
 
-    Every rank calls it: tensors are gathered one by one, and only rank 0 keeps them, to which other stages of a pipeline send
-    theirs. Tied names share a tensor.
+    Every rank calls it: tensors are gathered one by one and kept only on rank 0, to which other pipeline stages send theirs.
+    Tied names share a tensor.
     """
     found: dict[str, torch.Tensor] = {}
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
@@ -136,7 +136,7 @@ def full_state_dict(parallel: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _whole_tensors(parallel: nn.Module) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
-    """Each tensor of a state dict whole, under all of its names; of a pipeline on the ranks that store it, and on rank 0."""
+    """Each tensor of a state dict whole, under all of its names; in a pipeline on the ranks that store it and on rank 0."""
     own = parallel.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}
     for name, stored in own.items():
@@ -166,7 +166,7 @@ def _whole_tensors(parallel: nn.Module) -> Iterator[tuple[Sequence[str], torch.T
 
 
 def _weight_map(index: Path) -> list[str]:
-    """The files that an index names: of this folder, whatever it says."""
+    """The files that an index names, always inside of this folder."""
     try:
         found: Any = files.parse(files.read(index, LARGEST_INDEX))
         named = sorted(set(found["weight_map"].values()))
@@ -179,13 +179,13 @@ def _weight_map(index: Path) -> list[str]:
 
 
 def _prefix(model: nn.Module) -> str:
-    """The attribute under which a Hugging Face model with a head has the model without."""
+    """The attribute of a Hugging Face model with a head that holds the base model."""
     found = next((vars(kind)["base_model_prefix"] for kind in type(model).__mro__ if "base_model_prefix" in vars(kind)), "")
     return found if isinstance(found, str) else ""
 
 
 def _aliases(names: Collection[str], prefix: str) -> dict[str, str]:
-    """The names that tensors have in the checkpoint of the model without a head."""
+    """The names of tensors in the checkpoint of the base model."""
     start = f"{prefix}."
     return {name: name.removeprefix(start) for name in names if name.startswith(start)} if prefix else {}
 

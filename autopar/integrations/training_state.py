@@ -1,4 +1,4 @@
-"""What a run has in parts, saved and loaded: weights, the optimizer's state, and the random state; on any number of ranks."""
+"""Saves and loads what ranks hold in parts (weights, optimizer state) and the random state; on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, an
 
 
 def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
-    """Write this rank's parts; every rank calls it. An optimizer that has not stepped yet is saved without a state.
+    """Write this rank's parts; every rank calls it. An optimizer that has not stepped yet is saved without state.
 
-    Raises InputError where ranks with other pipeline stages have another number of parameter groups, and for LBFGS.
+    Raises InputError if pipeline stages have different numbers of parameter groups, and for LBFGS.
     """
     names = {parameter: name for name, parameter in parallel.named_parameters()}
     with unstepped(optimizers) as fresh:
@@ -40,10 +40,10 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
 
 
 def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
-    """Read this rank's parts of what perhaps another number of ranks wrote; every rank calls it.
+    """Read this rank's parts, also if another number of ranks wrote them; every rank calls it.
 
-    Nothing that a file says is executed. Raises CheckpointError for a checkpoint that is damaged, or of another model or
-    optimizer; InputError where the parameters of an optimizer's group were in none, or in several, and for LBFGS.
+    Nothing in a file is executed. Raises CheckpointError if the checkpoint is damaged, or of another model or optimizer;
+    InputError if the parameters of an optimizer's group were saved in no group or in several, and for LBFGS.
     """
     with unstepped(optimizers):
         weights, steps = get_state_dict(parallel, list(optimizers))
@@ -58,8 +58,8 @@ def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
 
 @contextmanager
 def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """The optimizers that have not stepped, which have no state behind this either: torch makes one for who asks, by a step of
-    zeros, after which they would count one step more than they took.
+    """The optimizers that have not stepped; their state is cleared again on exit. Asked for it, torch creates it by a step of
+    zeros, which would count as one more step.
 
     Raises InputError for LBFGS, which torch cannot ask.
     """
@@ -77,7 +77,7 @@ def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torc
 
 
 def unsaved(steps: Mapping[str, Any], saved: Collection[str], place: str) -> list[str]:
-    """The parameters of whose state a checkpoint has nothing at a place of its own."""
+    """The parameters whose optimizer state a checkpoint lacks."""
     known = {name[: end + 1] for name in saved for end, sign in enumerate(name) if sign == "."}
     known |= {f"{name}." for name in saved}
     state: Mapping[str, Mapping[str, object]] = steps.get("state", {})
@@ -85,13 +85,13 @@ def unsaved(steps: Mapping[str, Any], saved: Collection[str], place: str) -> lis
 
 
 def drop_state(steps: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Have no state of some parameters."""
+    """Drop the optimizer state of some parameters."""
     for name in names:
         steps.get("state", {}).pop(name, None)
 
 
 def name_groups(groups: Sequence[OptimizerGroup], parallel: ParallelModule) -> None:
-    """Give each group its names in all stages: those of one rank are written, and each rank finds its groups by names."""
+    """Give each group its parameter names over all stages: one rank's are written, and each rank finds its groups by name."""
     if not isinstance(parallel, PipelineModule):
         return
     every: list[list[list[str]]] = parallel.autopar.stages.rank.described_by_all([group["params"] for group in groups])
@@ -105,10 +105,10 @@ def name_groups(groups: Sequence[OptimizerGroup], parallel: ParallelModule) -> N
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], steps: Mapping[str, Any]) -> OptimizerGroup:
-    """What an optimizer loads, of a state that has parameters by name.
+    """Convert a state with parameters by name to the form that an optimizer loads.
 
-    A group that is empty on this rank keeps its settings: torch's own `set_state_dict` knows at most one such group. So does a
-    group those that were not saved.
+    A group that is empty on this rank keeps its settings: torch's own `set_state_dict` supports at most one such group. A group
+    also keeps settings that were not saved.
     """
     numbers: dict[str, int] = {}
     groups: list[OptimizerGroup] = []
@@ -126,7 +126,7 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 
 
 def load_weights(parallel: ParallelModule, folder: str | Path) -> None:
-    """Read this rank's parts of the weights alone; every rank calls it. Raises CheckpointError for what cannot be read."""
+    """Read only this rank's parts of the weights; every rank calls it. Raises CheckpointError if they cannot be read."""
     load_checkpoint({"model": parallel.state_dict()}, CheckpointReader(folder))
 
 

@@ -4,8 +4,8 @@
     trainer = Trainer(parallel, model, args=args, train_dataset=dataset)
     trainer.train()
 
-The library's Trainer would wrap the module in DistributedDataParallel, shard the data by rank whatever the plan says, and write
-rank 0's part of the weights and of the optimizer's state. Needs the packages transformers, accelerate and safetensors.
+The library's Trainer would wrap the module in DistributedDataParallel, shard the data by rank regardless of the plan, and write
+only rank 0's part of the weights and the optimizer state. Needs the packages transformers, accelerate and safetensors.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ FULL_EVAL = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what NAME_full_ev
 
 
 def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, **options: object) -> None:
-    """Write a parallel module's weights as the library's model: `from_pretrained(folder)` reads them.
+    """Write a parallel module's weights in the library's format, for `from_pretrained(folder)`.
 
-    Every rank calls it; the whole weights are gathered on the host of rank 0, which writes. Of a `peft` model adapters are
-    written, as it does.
+    Every rank calls it; the whole weights are gathered on the host of rank 0, which writes. For a `peft` model adapters are
+    written, as it does itself.
 
     Args:
         parallel: the module that `autopar.parallelize` returned.
-        model: the model that was passed to it, with or without weights: it writes its configuration, and names its tensors.
+        model: the model that was passed to it, with or without weights: it provides the configuration and the names of tensors.
         folder: where to write.
         **options: those of the library's `save_pretrained`, such as `max_shard_size`.
     """
@@ -74,8 +74,9 @@ def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, *
 
 @contextmanager
 def _trained_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Have the prompts of a `peft` model be the trained ones: it writes what its own encoders compute, of no state that it is
-    given."""
+    """Put the trained prompts into a `peft` model: it writes what its own encoders compute, and ignores a state passed to
+    it.
+    """
     untrained: list[tuple[nn.Module, str, nn.Parameter]] = []
     for path, encoder in model.named_modules():
         for name, own in [*encoder.named_parameters(recurse=False)] if path.startswith("prompt_encoder.") else ():
@@ -92,18 +93,18 @@ def _trained_prompts(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> I
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """The library's Trainer over a parallel module.
 
-    A step is one planned batch, of which every rank loads its samples: `per_device_train_batch_size` times
-    `parallel.data_world` is its size. Samples that fill no batch are left out in training, and an error in evaluation.
-    Checkpoints have the weights as `from_pretrained` reads them, and the optimizer's state in parts.
+    A step is one planned batch, of which every rank loads its samples: its size is `per_device_train_batch_size` times
+    `parallel.data_world`. An incomplete batch is dropped in training, and an error in evaluation. Checkpoints hold the weights
+    for `from_pretrained`, and the optimizer state in parts.
 
     Args:
-        parallel: what `autopar.parallelize` returned; with `inputs="sharded"` ranks load their own samples only.
+        parallel: what `autopar.parallelize` returned; with `inputs="sharded"` ranks load only their own samples.
         model: the model that was passed to it.
         **options: those of the library's Trainer.
 
     Raises:
-        InputError: the batch size is not the planned one (of evaluation, where there is some), or an argument asks for what the
-            plan or forward decides.
+        InputError: the batch size (for evaluation too, if there is any) is not the planned one, or an argument asks for
+            something that the plan or forward decides.
     """
 
     def __init__(self, parallel: ParallelModule, model: nn.Module, **options: object) -> None:
@@ -143,19 +144,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     self._check_samples(dataset)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that decay: those of the user's model, whose modules say by their classes which are norms."""
+        """The parameters that decay, found in the user's model, where the classes of modules tell which are norms."""
         found: list[str] = super().get_decay_parameter_names(self.source)
         return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The library's optimizer; one that looks at a weight as a matrix steps on whole ones."""
+        """The library's optimizer; one that treats weights as matrices steps on whole ones."""
         made: torch.optim.Optimizer = super().create_optimizer(model)
         return step_gathered(made) if isinstance(made, transformers.Adafactor) else made
 
     def floating_point_ops(self, inputs: dict[str, object]) -> float:
-        """A rank's part of the operations of a batch, by the library's count for the user's model; it adds up all ranks'.
+        """A rank's part of the operations of a batch, by the library's count for the user's model; the library sums over ranks.
 
-        The batch is the one that was prepared last, as long as the longest of all ranks.
+        The batch is the last one prepared, padded to the longest of all ranks.
         """
         name = getattr(self.source, "main_input_name", "input_ids")
         if isinstance(given := inputs.get(name), torch.Tensor) and (length := self.longest.get(name)):
@@ -165,15 +166,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return counted / copies
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
-        """The samples of an optimizer step."""
+        """The number of samples per optimizer step."""
         return int(self.model.autopar.inputs.batch * args.gradient_accumulation_steps)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[object], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], None]:
-        """The batches of an optimizer step; where the library counts labels, each loss, a mean, is worth its share of them.
+        """The batches of an optimizer step; if the library counts labels, each mean loss is weighted by its share of them.
 
-        Where the count is an input of the plan, the losses are the library's own shares.
+        If the count is an input of the plan, the library's own losses already have these weights.
         """
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.weights, counts = [], self._counts(samples, device)
@@ -193,7 +194,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
     def get_train_dataloader(self) -> DataLoader[object]:
-        """The samples of this rank, in an order that `seed` and the number of the epoch fix."""
+        """The samples of this rank, in an order determined by `seed` and the epoch."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -224,7 +225,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, object, object]:
-        """The loss, and whole logits and labels on every rank."""
+        """The loss, with whole logits and labels on every rank."""
         if self.loss_is_scaled_for_ga and (counts := self._counts([inputs], self.args.device)) is not None:
             inputs = {**inputs, COUNT: counts.sum()}
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -238,12 +239,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loss, logits if prediction_loss_only else self.model.gather(logits), labels
 
     def evaluation_loop(self, *args: object, **options: object) -> object:
-        """The library's loop; what it gathers is whole on every rank."""
+        """The library's loop; gathered results are whole on every rank."""
         self.gather_function = lambda tensors: tensors
         return super().evaluation_loop(*args, **options)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights as `from_pretrained` reads them; every rank calls it."""
+        """Write the weights for `from_pretrained`; every rank calls it."""
         folder = output_dir or self.args.output_dir
         save_pretrained(self.model, self.source, folder)
         if self.args.should_save:
@@ -268,7 +269,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         batch = self.model.autopar.inputs.batch
         if isinstance(dataset, Sized) and len(dataset) % batch and not self.args.dataloader_drop_last:
             raise InputError(
-                f"the data set has {len(dataset)} samples, no multiple of the planned batch of {batch}",
+                f"the data set has {len(dataset)} samples, which is not a multiple of the planned batch of {batch}",
                 fix="pad it, or leave the rest out: dataloader_drop_last=True",
             )
 
@@ -293,7 +294,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _counts(self, samples: Sequence[Mapping[str, object]], device: torch.device) -> torch.Tensor | None:
-        """The labels of each batch, on all ranks, that the library counts; None if it counts none."""
+        """The number of labels of each batch on all ranks, by the library's count; None if it does not count them."""
         labels = [found for batch in samples if isinstance(found := batch.get("labels"), torch.Tensor)]
         if self.counted is None or not labels:
             return None
@@ -314,20 +315,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return {**self.model.shard(given, samples=True), **beside}
 
     def _whole(self, name: str, given: object) -> object:
-        """What is for a loss of one's own and no input of the plan: of all samples, as the outputs are."""
+        """The inputs for a custom loss that the plan does not take: of all samples, like the outputs."""
         return self.model.autopar.inputs.whole_samples(name, given) if isinstance(given, torch.Tensor) else given
 
     def _padding(self) -> BatchPadding:
-        """What pads batches, as the data collator does."""
+        """The padding of batches, by the data collator's rules."""
         word = getattr(getattr(self.source, "config", None), "pad_token_id", None) or 0
         signature = self.model.autopar.signature
         return BatchPadding.of(signature, self.data_collator, self.processing_class, self.label_names, word=word)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """They are the planned arguments."""
+        """Use the planned arguments."""
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing: the plan reduces the gradient of every parameter."""
+        """Do nothing: the plan reduces the gradient of every parameter."""
 
     def _clip_grad_norm(self, model: ParallelModule) -> torch.Tensor:
         return model.clip_grad_norm_(self.args.max_grad_norm)
@@ -359,7 +360,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_whole_optimizer(self, path: str) -> None:
-        """Load what the library's own Trainer saved; where that is not possible, warn, and leave the optimizer as it is."""
+        """Load what the library's own Trainer saved; if that is not possible, warn and leave the optimizer as it is."""
         decays = self.get_decay_parameter_names(self.source)
         try:
             load_whole_state(self.model, self._own_optimizer(), path, self.source, decays)
@@ -368,14 +369,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             warnings.warn(str(CheckpointError(what, **error.details)), stacklevel=2)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer itself, which accelerate wraps."""
+        """The optimizer without accelerate's wrapper."""
         prepared = self.optimizer
         own: torch.optim.Optimizer = prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else prepared
         return own
 
 
 def _check_full_eval(parallel: nn.Module, args: object) -> None:
-    """Raise InputError for arguments by which evaluation casts the module to another dtype than the plan's."""
+    """Raise InputError for arguments that make evaluation cast the module to another dtype than the plan's."""
     dtypes = {parameter.dtype for parameter in parallel.parameters() if parameter.is_floating_point()}
     for name, dtype in FULL_EVAL.items():
         if getattr(args, f"{name}_full_eval", False) and dtypes - {dtype}:

@@ -1,7 +1,7 @@
-"""A checkpoint of the library's own Trainer: the state of its optimizer, whole in one file, for that of a parallel module.
+"""Loads the optimizer state in a checkpoint of the library's own Trainer, one whole file, for a parallel module.
 
 state         0: {step, exp_avg, exp_avg_sq}, 1: ...       numbers of parameters, group by group
-param_groups  [{lr, ..., params: [0, 1]}, ...]             those that decay, and those that do not
+param_groups  [{lr, ..., params: [0, 1]}, ...]             with decay, and without
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ FIX = "the arguments and the model of that run, or a checkpoint of autopar's Tra
 def load_whole_state(
     parallel: ParallelModule, optimizer: torch.optim.Optimizer, path: str | Path, model: nn.Module, decays: Sequence[str]
 ) -> None:
-    """Give an optimizer its parts of the state in a file of the library's; every rank reads it, and nothing in it is executed.
+    """Load an optimizer's parts of the state from a file of the library's; every rank reads it, and nothing in it is executed.
 
     Args:
-        parallel: the module whose parameters the optimizer has.
-        optimizer: whose groups are those of the file.
+        parallel: the module with the optimizer's parameters.
+        optimizer: has the same groups as the file.
         path: an `optimizer.pt`.
-        model: the one that was passed to `autopar.parallelize`, in whose order the file has parameters.
+        model: the model that was passed to `autopar.parallelize`; the file has its order of parameters.
         decays: the names of parameters that decay.
 
     Raises:
-        CheckpointError: the file is damaged, or of another model or optimizer, or has states that are not of the shape of their
-            parameters.
+        CheckpointError: the file is damaged, of another model or optimizer, or has states whose shapes differ from their
+            parameters'.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     state, groups = _named(_read(path), trained, decays)
@@ -70,7 +70,7 @@ def _read(path: str | Path) -> OptimizerGroup:
 def _named(
     saved: OptimizerGroup, trained: Mapping[str, nn.Parameter], decays: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], list[OptimizerGroup]]:
-    """The states and the groups of a file, by name of parameters."""
+    """The states and groups of a file, by parameter name."""
     split = [[name for name in trained if (name in decays) == decay] for decay in (True, False)]
     lengths = [len(group["params"]) for group in saved["param_groups"]]
     groups = next((one for one in (split, [[*trained]]) if [*map(len, one)] == lengths), None)

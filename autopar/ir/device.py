@@ -17,10 +17,10 @@ Bytes = int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bus:
-    """What NCCL's collectives reach over a link: the coefficients of `autopar.cost_models.collectives.nccl`.
+    """The rates of NCCL's collectives over a link: the coefficients of `autopar.cost_models.collectives.nccl`.
 
-    A rate is a *bus bandwidth* as nccl-tests prints it: bytes per second that each device sends, by the devices of a group in
-    one node. Sizes that are not listed have the rate of the next smaller one. A network has none: it is driven by its cards.
+    A rate is a *bus bandwidth* as nccl-tests prints it: bytes per second sent by each device, by the number of a group's
+    devices in one node. Unlisted sizes use the rate of the next smaller one. A network has no rates: its cards drive it.
     """
 
     hop: Seconds  # from one device of a ring to the next
@@ -33,7 +33,7 @@ class Bus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects the devices of one mesh axis."""
+    """The link between the devices of one mesh axis."""
 
     name: str
     latency: Seconds  # per message
@@ -52,20 +52,20 @@ class Link:
         positive(whose, {f"time of {kind}": part for kind, line in self.lines.items() for part in line}, zero=True)
 
     def send(self, size: float) -> Seconds:
-        """Seconds in which a rank's message of so many bytes is with another."""
+        """Seconds to send a message of so many bytes from one rank to another."""
         return self.latency + size / self.bandwidth
 
     def faster(self, times: float) -> Link:
-        """A link by which messages take so many times less."""
+        """A copy of the link that is so many times faster."""
         return replace(self, latency=self.latency / times, bandwidth=self.bandwidth * times)
 
     def without_latency(self) -> Link:
-        """A link by which an empty message takes no time."""
+        """A copy of the link on which an empty message takes no time."""
         return replace(self, latency=0.0, lines={kind: (0.0, by_size) for kind, (_, by_size) in self.lines.items()})
 
     @staticmethod
     def of_lines(name: str, ranks: int, lines: Mapping[str, tuple[Seconds, Seconds]], source: str) -> Link:
-        """A link with a line per kind of collective; its latency and bandwidth, for people, are those of the all-gather."""
+        """A link with latency and bandwidth per kind of collective; the ones shown to people are the all-gather's."""
         empty, per_byte = lines["all_gather"]
         return Link(name=name, latency=empty, bandwidth=(ranks - 1) / ranks / per_byte, source=source, lines=lines)
 
@@ -86,13 +86,13 @@ class Disk:
         positive("a disk's", {"rate of reading": self.read, "rate of writing": self.write})
 
     def seconds(self, read: float, written: float) -> Seconds:
-        """Seconds of reading and writing so many bytes, one after the other."""
+        """Seconds to read and then write so many bytes."""
         return self.latency + read / self.read + written / self.write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator (or one process's share of a CPU): peak rates, memory and launch floor, with their source."""
+    """One accelerator (or one process's share of a CPU): peak rates, memory and minimum launch time, with their source."""
 
     name: str
     flops: Mapping[str, float]  # dtype name ("float32", "bfloat16", ...) -> multiply and add operations per second
@@ -154,26 +154,26 @@ class Device:
             positive(whose, {f"time of {name} for {size} bytes": seconds for size, seconds in known.items()})
 
     def share(self, kind: str) -> tuple[float, float]:
-        """The shares of the memory bandwidth that operators of a kind reach, forward and backward."""
+        """The fractions of the memory bandwidth that operators of a kind reach, forward and backward."""
         return self.achieved.get(kind) or self.achieved.get("stream", (1.0, 1.0))
 
     @property
     def streaming(self) -> float:
-        """Bytes per second of a kernel that reads and writes plainly."""
+        """Bytes per second of a plain streaming kernel."""
         return self.bandwidth * self.share("stream")[0]
 
     def at_peak(self) -> Device:
-        """This device as its data sheet has it: a roofline without efficiencies, and a step that is the sum of its parts."""
+        """This device at its data sheet's rates: a roofline without efficiencies, and a step that is the sum of its parts."""
         return replace(self, product=None, attention=None, achieved={}, addresses=math.inf, power=1.0, interference=1.0)
 
     @property
     def aligns(self) -> bool:
-        """Whether products of matrices are slower whose rows are not aligned: a compiler pads them."""
+        """Whether matrix products with unaligned rows are slower, so that a compiler pads them."""
         return self.product is not None and self.product.unaligned < self.product.fraction and not self.compiled
 
     @property
     def cpu(self) -> bool:
-        """Whether it is a CPU: some operators take another path there."""
+        """Whether it is a CPU, where some operators take another path."""
         return cpu_named(self.name)
 
 

@@ -22,7 +22,7 @@ STAGES = "_stages"  # what the axis of a pipeline is called that was cut off ano
 
 
 def check_devices(number: int) -> None:
-    """Raise MeshError for more devices than there are."""
+    """Raise MeshError for more devices than supported."""
     if number > MOST_DEVICES:
         said = number if number < 10**15 else "too many to print"
         raise MeshError(f"a mesh has at most {MOST_DEVICES} devices, not {said}", fix="the devices that there are")
@@ -30,7 +30,7 @@ def check_devices(number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AutoMesh:
-    """So many devices as the axes on which a step is fastest, which are searched (`autopar.planning.mesh_shapes`)."""
+    """A number of devices whose axes are searched for the fastest step (`autopar.planning.mesh_shapes`)."""
 
     devices: int
 
@@ -40,10 +40,10 @@ class AutoMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Named axes, outermost first; the last axis is the innermost: its devices stand next to each other.
+    """Named axes, outermost first; the devices of the last, innermost axis are next to each other.
 
-    `links[i]` connects the devices along axis i; empty until a device is known (`autopar.cost_models.links.connect`). So does
-    each link in `flattened` those of several adjacent axes, as one group, over which messages may go, too.
+    `links[i]` connects the devices along axis i; empty until a device is known (`autopar.cost_models.links.connect`). Each link
+    in `flattened` connects the devices of several adjacent axes as one group, over which messages may go too.
 
     >>> Mesh.of((2, 4))
     Mesh(axis0=2, axis1=4)
@@ -101,12 +101,12 @@ class Mesh:
 
     @property
     def has_memories(self) -> bool:
-        """Whether its last axis is that of memories: what is stored may lie on the host or the disk."""
+        """Whether its last axis is the memory axis: weights may be stored on the host or the disk."""
         return self.axes[-1] == MEMORY and self.sizes[-1] == 1
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The states, on the axis of memories, of what need not lie in a device's own memory; none without such an axis."""
+        """The states on the memory axis for weights stored outside of device memory; none without such an axis."""
         if not self.has_memories:
             return ()
         known = {"H": self.device is None or self.device.host_memory, "D": self.device is None or self.device.disk}
@@ -114,7 +114,7 @@ class Mesh:
 
     @property
     def devices(self) -> Mesh:
-        """The mesh without its axis of memories.
+        """The mesh without its memory axis.
 
         >>> Mesh.of({"dp": 4, "memory": 1}).devices
         Mesh(dp=4)
@@ -130,7 +130,7 @@ class Mesh:
         return replace(self, links=(), device=None, flattened=())
 
     def without(self, axis: str) -> Mesh:
-        """The mesh of the devices that have one place on an axis; of one device where there is no other axis."""
+        """The mesh of the devices at one position of an axis; one device if there is no other axis."""
         if len(self.axes) == 1:
             return replace(self, sizes=(1,), flattened=())
         at = self.axes.index(axis)
@@ -141,20 +141,20 @@ class Mesh:
         return replace(self, axes=axes, sizes=sizes, links=links, flattened=flattened)
 
     def without_latency(self) -> Mesh:
-        """The mesh with links over which an empty message takes no time."""
+        """The mesh with links on which an empty message takes no time."""
         flattened = tuple((places, link.without_latency()) for places, link in self.flattened)
         return replace(self, links=tuple(link.without_latency() for link in self.links), flattened=flattened)
 
     def axes_over(self, axis: int) -> tuple[int, ...]:
-        """The places of what has this number: of an axis, or of those that a flattened one is made of."""
+        """The axes with this number: one axis, or those that a flattened axis is made of."""
         return numbered_axes(len(self.sizes))[axis]
 
     def ranks_over(self, axis: int) -> int:
-        """How many devices a group over an axis has, of the mesh or flattened (`autopar.ir.layout.numbered_axes`)."""
+        """The number of devices in a group over an axis, plain or flattened (`autopar.ir.layout.numbered_axes`)."""
         return math.prod(self.sizes[place] for place in self.axes_over(axis))
 
     def link_over(self, axis: int) -> Link:
-        """What connects the devices over an axis, of the mesh or flattened. Raises MeshError if that is not known."""
+        """The link over an axis, plain or flattened. Raises MeshError if it is unknown."""
         if axis < len(self.links):
             return self.links[axis]
         axes = self.axes_over(axis)
@@ -165,7 +165,7 @@ class Mesh:
         return found
 
     def name_of(self, axes: Sequence[int]) -> str:
-        """The name of an axis of the mesh, or of a flattened one, as torch names it.
+        """The name of an axis, plain or flattened, as torch names it.
 
         >>> Mesh.of({"node": 2, "gpu": 4}).name_of((0, 1))
         'node_gpu'
@@ -173,7 +173,7 @@ class Mesh:
         return "_".join(self.axes[axis] for axis in axes)
 
     def axes_named(self, name: str) -> tuple[int, ...]:
-        """The places of the axis of this name, or of those that a flattened one is made of; empty if there is none.
+        """The axis with this name, or the axes that a flattened one is made of; empty if there is none.
 
         >>> Mesh.of({"node": 2, "gpu": 4}).axes_named("node_gpu")
         (0, 1)
@@ -190,15 +190,15 @@ class Mesh:
         return ()
 
     def with_memories(self, link: Link | None) -> Mesh:
-        """The mesh with an axis of memories, which are joined by the link, as its last."""
+        """The mesh with a memory axis added as its last; the link connects the memories."""
         links = (*self.links, link) if self.links and link is not None else ()
         return replace(self, axes=(*self.axes, MEMORY), sizes=(*self.sizes, 1), links=links)
 
     def merged(self, runs: Sequence[int]) -> Mesh:
-        """The mesh with runs of adjacent axes as one axis each, named as torch names flattened dims; without links.
+        """The mesh with runs of adjacent axes merged, each named as torch names flattened dims; without links.
 
         Args:
-            runs: how many axes become one, from the outermost on; they add up to the number of axes.
+            runs: how many axes each merged axis takes, from the outermost on; they add up to the number of axes.
 
         >>> Mesh.of((2, 2, 8)).merged((2, 1))
         Mesh(axis0_axis1=4, axis2=8)
@@ -213,7 +213,7 @@ class Mesh:
         )
 
     def merges(self, mesh: Mesh) -> bool:
-        """Whether this is a mesh with some of its adjacent axes as one, or none."""
+        """Whether this mesh is the other one, perhaps with some adjacent axes merged."""
         left = list(zip(mesh.axes, mesh.sizes, strict=True))
         for axis, size in zip(self.axes, self.sizes, strict=True):
             runs = (n for n in range(1, len(left) + 1) if "_".join(name for name, _ in left[:n]) == axis)
@@ -224,18 +224,18 @@ class Mesh:
         return not left
 
     def cut(self, parts: int) -> Mesh:
-        """The mesh whose outermost axis is cut: so many parts along a first axis, what is left of it along the second.
+        """The mesh with its outermost axis cut in two: the number of parts as a new first axis, the rest as the second.
 
         >>> Mesh.of({"node": 8, "gpu": 4}).cut(2)
         Mesh(node_stages=2, node=4, gpu=4)
         >>> Mesh.of({"node": 8, "gpu": 4}).cut(8)
         Mesh(node_stages=8, gpu=4)
 
-        Raises MeshError if the axis has not so many equal parts.
+        Raises MeshError if the axis cannot be cut into so many equal parts.
         """
         (axis, *axes), (size, *sizes) = self.axes, self.sizes
         if size % parts:
-            raise MeshError(f"the {size} devices of mesh axis {axis!r} have not {parts} equal parts", mesh=self)
+            raise MeshError(f"the {size} devices of mesh axis {axis!r} cannot be cut into {parts} equal parts", mesh=self)
         kept = 1 if parts == size else 2
         return Mesh(
             axes=(*(f"{axis}{STAGES}", axis)[:kept], *axes),
@@ -247,7 +247,7 @@ class Mesh:
 
     @property
     def joined(self) -> Mesh:
-        """The mesh of which this one is a `cut`; itself if it is none."""
+        """The mesh that this one was `cut` from; itself if it was not."""
         axis = self.axes[0].removesuffix(STAGES)
         if axis == self.axes[0]:
             return self
@@ -257,7 +257,7 @@ class Mesh:
         return Mesh(axes=axes, sizes=sizes, device=self.device, ascending=self.ascending)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a rank stands: one coordinate per axis, row-major."""
+        """The coordinates of a rank: one per axis, row-major."""
         where = []
         for size in reversed(self.sizes):
             rank, here = divmod(rank, size)
@@ -272,5 +272,5 @@ class Mesh:
 
 
 def _plain(size: Any) -> Any:
-    """An integer of another library as Python's own."""
+    """Convert an integer of another library to Python's own."""
     return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size

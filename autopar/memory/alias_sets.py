@@ -1,4 +1,4 @@
-"""Alias sets: values, or gradients, that may share storage. Of those alive at the same moment only one is counted.
+"""Alias sets: values, or gradients, that may share storage. Only one of those alive at a moment is counted.
 
 q, k, v = split(x, 3)     q, k and v are disjoint views of x
 t = transpose(q, 0, 1)    t is a view of q
@@ -16,9 +16,9 @@ from autopar.memory.live_ranges import LivenessInputs, SavedLiveRange
 class AliasSets:
     """The alias sets of a program.
 
-    `free` are values that need no storage in the layout in which they are produced, or may not need any: inputs and parameters,
-    their views, and results larger than the operand that they alias. `expanded` are values whose gradient may be expanded
-    from a smaller buffer, which it aliases.
+    `free` values need, or may need, no storage in their produced layout: inputs and parameters, their views, and results larger
+    than the operand that they alias. `expanded` are values whose gradient may be expanded from a smaller buffer, which it
+    aliases.
     """
 
     def __init__(self, program: Program, terms: LivenessInputs) -> None:
@@ -39,7 +39,7 @@ class AliasSets:
                     self._merged[self._representative(name)] = self._representative(op.results[0].name)
 
     def gradients(self, now: Iterable[SavedLiveRange]) -> tuple[list[SavedLiveRange], list[SavedLiveRange]]:
-        """Of the live gradients those that cannot alias each other: first in known layouts, then in unknown ones."""
+        """A subset of the live gradients that cannot alias each other: first in known layouts, then in unknown ones."""
         fresh = [life for life in now if life.kind == "fresh"]
         first: dict[str, SavedLiveRange] = {}
         order = {"gradient": 0, "waiting": 1}
@@ -50,7 +50,7 @@ class AliasSets:
         return [*fresh, *known], [life for life in first.values() if life.kind == "waiting"]
 
     def values(self, now: Iterable[SavedLiveRange]) -> tuple[set[str], list[SavedLiveRange]]:
-        """Of the live values those that cannot alias each other: names of those read or kept, and ranges between readers."""
+        """A subset of the live values that cannot alias each other: names of those read or kept, and ranges between readers."""
         live = dict.fromkeys(life.name for life in now if life.kind in ("read", "kept"))
         between = {life.name: life for life in now if life.kind == "between" and life.name not in self.free}
         largest = sorted(live, key=lambda name: -self.program.values[name].bytes)
@@ -78,7 +78,7 @@ class AliasSets:
         return found
 
     def _chain(self, name: str) -> list[str]:
-        """A value, then the value of which it is a view, and so on to the one that owns the storage."""
+        """A value, the value that it is a view of, and so on to the owner of the storage."""
         chain = [name]
         while (op := self.program.producer.get(chain[-1])) is not None and op.name in self.views:
             chain.append(op.operands[0])

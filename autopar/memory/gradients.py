@@ -2,7 +2,7 @@
 
 of an op's operand    allocated in the op's backward; aliases the gradient of the result where that is passed through
 of a value            sum over its readers: from the first contribution in the backward to the producer's backward
-of what crosses a cut what comes back for a stage's outputs, and what it sends back itself: until the backward ends
+of what crosses a cut gradients received for a stage's outputs, and sent for its inputs: until the backward ends
 of a conversion       converted back after the backward of the first op that read the converted value
 of a weight           waits until its whole bucket is complete; the collective returns one buffer for the bucket
 """
@@ -36,8 +36,9 @@ class GradientBuffer:
 
 
 class Gradients:
-    """Live ranges of gradients; `saved` has an entry per op with a backward, `backward` are the values that get a gradient;
-    copies to the host run `ahead`, beside what is computed, unless the device is a CPU."""
+    """Live ranges of gradients; `saved` has an entry per op with a backward, `backward` has the values that get a gradient;
+    copies to the host run `ahead`, overlapping with computation, unless the device is a CPU.
+    """
 
     def __init__(
         self,
@@ -59,10 +60,10 @@ class Gradients:
     def lives(
         self, chosen: Assignment, schedule: Schedule, in_place: frozenset[Step], *, first: bool = False
     ) -> Iterator[LiveRange]:
-        """The live ranges of all gradient buffers in one step, where some conversions are `in_place`; with `first` no
-        micro-batch was before that left gradients.
+        """The live ranges of all gradient buffers in one step, with some conversions `in_place`; with `first` no earlier
+        micro-batch has left gradients.
 
-        Those of weights that are gathered once for all micro-batches are counted as if one was.
+        Gradients of weights gathered once for all micro-batches are always counted as if one had.
         """
         buffers: list[GradientBuffer] = []
         step = _Step(self, chosen, schedule, in_place, buffers, several=self.accumulated and (not first or chosen.once))

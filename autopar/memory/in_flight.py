@@ -1,4 +1,4 @@
-"""What a pipeline stage holds while others of its micro-batches are in flight, or wait for the gradients of their weights."""
+"""Memory of a pipeline stage for other micro-batches in flight, or waiting for their weight gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar.ir.training_step import StageMoment, TrainingStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """The memory of a stage, whatever its schedule.
+    """The memory of a stage, independent of its schedule.
 
     With k micro-batches in flight, and w others whose gradients of weights are deferred, it holds
-    max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes at most; `halving` stands in the place of `running` while it
-    runs the half I of a backward, which frees less. Of what is held `weights_held` are gathered weights.
+    at most max(`running` + (k - 1) `held` + w `deferred`, `ending`) bytes; `halving` replaces `running` during the half I of a
+    backward, which frees less. `weights_held` is the part of `held` that is gathered weights.
 
     What `memory.rank_memory` counts action by action: for every parameter, buffer and input of the batch, in the program's
     order, the bytes that are `stored`, with optimizer state, their `gradients`, which are there from the first backward on, or
@@ -56,32 +56,35 @@ class StageMemory:
 
     @property
     def alone(self) -> Bytes:
-        """The most bytes that are alive with one micro-batch at a time."""
+        """The peak bytes with one micro-batch at a time."""
         return max(self.running, self.ending)
 
     def dropping(self, *, several: bool) -> StageMemory:
-        """The memory of a stage that drops gathered weights, but those which a micro-batch that is always alone needs next."""
+        """The memory of a stage that drops gathered weights, except those that the next action needs if micro-batches are
+        always alone.
+        """
         return replace(self, held=self.held - self.weights_held, weights_held=0) if several else self
 
     def peak(self, moments: Iterable[StageMoment]) -> Bytes:
-        """The most bytes that are alive over the moments of a schedule."""
+        """The peak bytes over the moments of a schedule."""
         return max(self.ending, *map(self.alive, moments))
 
     def alive(self, now: StageMoment) -> Bytes:
-        """The most bytes that are alive at a moment."""
+        """The peak bytes at a moment."""
         own = self.halving if now.halves else self.running
         return own + (now.flights - 1) * self.held + now.waiting * self.deferred
 
 
 def moments_of(step: TrainingStep) -> tuple[StageMoment, ...]:
-    """The moments of a step's schedule; of one that is no stage, or has no halves, that with most micro-batches in flight."""
+    """The moments of a step's schedule; without stages or split backwards only the one with most micro-batches in flight."""
     known = step.stage.moments if step.stage else ()
     return known or (StageMoment(flights=step.flights, waiting=0, halves=False),)
 
 
 def deferred_products(program: Program) -> Iterator[tuple[int, Op, str]]:
-    """The products whose gradients of weights may be deferred, in the order of the backward, each with its place in the program
-    and its activation."""
+    """The products whose weight gradients may be deferred, in backward order, each with its index in the program and its
+    activation.
+    """
     later = deferrable(program)
     for place, op in reversed(list(enumerate(program.ops))):
         if op.name in later:
@@ -89,7 +92,7 @@ def deferred_products(program: Program) -> Iterator[tuple[int, Op, str]]:
 
 
 def deferred_weights(program: Program) -> frozenset[str]:
-    """The weights, and the views and copies of them, whose gradients the halves W make: what only products read."""
+    """The weights, with their views and copies, whose gradients the halves W make: those that only products read."""
     later, known, readers = deferrable(program), weights(program), defaultdict[str, list[Op]](list)
     for op in program.ops:
         for name in op.operands:

@@ -1,10 +1,9 @@
-"""Which conversions all-reduce in place, as hand-written tensor parallelism does: no copy, and no second tensor.
+"""Which conversions all-reduce in place, as hand-written tensor parallelism does, without a copy or a second tensor.
 
 y = linear(x, w)      partial: the sum over ranks may be written to y if nothing else reads y, as autograd keeps no product
 z = linear(r, w)      r replicated, with an all-reduced gradient: if products alone read r, they made that gradient for it
 
-Views are seen through. What runs again in the backward, or lies on the host, is left alone: the runtimes of both know tensors
-by their storage.
+Views are followed. Values that are recomputed or on the host are left alone: the runtimes of both identify tensors by storage.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ ALL_REDUCE = "all_reduce"
 def reduced_in_place(
     program: Program, chosen: Assignment, fits: Mapping[str, OpSharding | None]
 ) -> frozenset[tuple[str, Conversion]]:
-    """The conversions, each with its value, whose all-reduces write to the tensor that they are given: the value, its gradient,
-    or both; `fits` holds the rule of every op."""
+    """The conversions, each with its value, whose all-reduces write into their input: the value, its gradient, or both; `fits`
+    holds the rule of every op.
+    """
     made = (name for name in chosen.routes if name in program.producer)
     named = [name for name in made if any(ALL_REDUCE in step.primitives for step in chosen.routes[name])]
     if not named:
@@ -39,7 +39,7 @@ def reduced_in_place(
 
 
 class _Owners:
-    """Which tensors nothing knows but the one that reads them."""
+    """Which tensors are referenced only by their reader."""
 
     def __init__(self, program: Program, chosen: Assignment, fits: Mapping[str, OpSharding | None]) -> None:
         self.program, self.chosen, self.fits = program, chosen, fits
@@ -68,7 +68,7 @@ class _Owners:
                 new.add(step.target)
 
     def _is_new(self, name: str) -> bool:
-        """Whether a value, as it is produced, is a product, or a view of one that nothing else reads."""
+        """Whether a value is produced by a product, or is a view of one that nothing else reads."""
         op = self.program.producer.get(name)
         if op is None or name in self.kept:
             return False
@@ -79,7 +79,7 @@ class _Owners:
         return alone and below[1] == self.chosen.produced(below[0], self.program) and self._is_new(below[0])
 
     def _has_new_gradient(self, node: Node) -> bool:
-        """Whether products alone read a value in a layout, or views of it that products alone read."""
+        """Whether only products read a value in a layout, directly or through views."""
         if node in self.ends or self.begun[node] or node not in self.readers:
             return False
         for op, position in self.readers[node]:
@@ -96,8 +96,9 @@ class _Owners:
         return row_of(op).alias is not Alias.NEVER and not op.several and op.name not in self.chosen.recompute.ops
 
     def _multiplied(self, op: Op) -> frozenset[int]:
-        """The positions of the operands that a product multiplies and sums over, if it runs once, by torch's own operator: its
-        result and their gradients are new tensors. What is added to a product shares its gradient."""
+        """The positions of the operands that a product multiplies, if it runs once, by torch's own operator: its result and
+        their gradients are new tensors. An added operand shares the result's gradient.
+        """
         fitted = self.fits[op.name]
         if fitted is None or not row_of(op).contracts or op.several or op.name in self.chosen.recompute.ops:
             return frozenset()

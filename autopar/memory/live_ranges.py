@@ -1,6 +1,6 @@
 """Live ranges that hold for every choice of layouts: the terms of the memory rows in the integer program.
 
-Moments are those of `memory.liveness`, which simulates one assignment exactly. Here the assignment is not known yet. Whatever
+Moments are those of `memory.liveness`, which simulates one assignment exactly. Here the assignment is unknown. Anything that
 depends on the order of conversions, or on the layout of a value between two consumers, is left out or counted at its smallest
 size, so that a row is a lower bound on the simulated memory. The kinds of live ranges of a value are
 
@@ -49,7 +49,7 @@ class SavedLiveRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessInputs:
-    """What live ranges depend on.
+    """The inputs of live ranges.
 
     `saved` says what autograd saves of an op that has a backward; `backward` are the values that get a gradient and `ends`
     those that the user differentiates; `weights` are the parameters and their views; `views` are the ops whose results

@@ -10,7 +10,7 @@ Times are those of `memory.schedule`. Each storage has one or more live ranges, 
     recompute    a value that is recomputed instead of kept                 from its first to its last use in the backward
     flight       send and receive buffers of a bucket of weights            from when the message is issued until it arrives
     transient    workspace of an op or a conversion                         while it runs
-    waiting      what each other micro-batch in flight holds at the turn    until the last backward of the step
+    waiting      other micro-batches in flight, between their passes        until the last backward of the step
     deferred     factors of gradients of weights that the half W makes      from the op's backward until then
     gradient, flowing: see `memory.gradients`
 
@@ -62,7 +62,7 @@ REMEMBERED = 4  # steps: the best of a search and what is judged on the way to a
 
 
 class Liveness:
-    """Liveness analysis of a program; whatever does not depend on the assignment is computed once."""
+    """Liveness analysis of a program; parts that do not depend on the assignment are computed once."""
 
     def __init__(self, analysis: Analysis, optimizer: Optimizer) -> None:
         self.analysis, self.optimizer = analysis, optimizer
@@ -92,7 +92,7 @@ class Liveness:
         return [life for life in self.lives(chosen) if life.start <= now <= life.stop]
 
     def fullest(self, chosen: Assignment) -> Ints:
-        """The time within each moment of the step at which most bytes are alive."""
+        """The time within each moment of the step with the most bytes alive."""
         times, alive = _memory_curve(self.lives(chosen))
         order = np.lexsort((-times, alive, times // SPAN))
         last = np.append(np.diff(times[order] // SPAN) > 0, True)
@@ -104,7 +104,7 @@ class Liveness:
         return self._step(chosen).all
 
     def stage_memory(self, chosen: Assignment) -> StageMemory:
-        """What a pipeline stage holds, whatever its schedule."""
+        """The memory of a pipeline stage, independent of its schedule."""
         return self._step(chosen).memory
 
     def schedule(self, chosen: Assignment) -> Schedule:
@@ -112,12 +112,13 @@ class Liveness:
         return self._step(chosen).schedule
 
     def rematerialization(self, chosen: Assignment) -> Rematerialization:
-        """What the step's backward recomputes and gathers again, each with its time."""
+        """The recomputations and repeated gathers of the step's backward, with their times."""
         return self._step(chosen).rematerialization
 
     def _step(self, chosen: Assignment) -> _Step:
-        """The step of an assignment, which is walked once for its curve, its peak, its schedule and its price: a search asks
-        for all of them again of its best solutions."""
+        """The step of an assignment, computed once for its curve, peak, schedule and price: a search needs all of them for its
+        best solutions.
+        """
         found = next((one for one in self._steps if one.chosen == chosen), None) or _Step(self, chosen)
         self._steps = [found, *(one for one in self._steps if one is not found)][:REMEMBERED]
         return found
@@ -192,24 +193,25 @@ class _Step:
 
     @functools.cached_property
     def own(self) -> list[LiveRange]:
-        """What is alive of one micro-batch: inputs and parameters, values, ops, conversions and gradients, in that order."""
+        """The live ranges of one micro-batch: inputs and parameters, values, ops, conversions and gradients, in that order."""
         return [*self.values, *self._gradients()]
 
     @functools.cached_property
     def values(self) -> list[LiveRange]:
-        """What is alive of one micro-batch but for gradients."""
+        """The live ranges of one micro-batch without gradients."""
         return [*self._given(), *self._values(), *self._inside(), *self._converting()]
 
     @functools.cached_property
     def held(self) -> list[LiveRange]:
-        """What a micro-batch holds at the turn from its forward to its backward."""
+        """What a micro-batch holds between its forward and its backward."""
         turn = at(self.n, 0)
         return [one for one in self.own if one.kind in ("kept", "internal") and one.start <= turn <= one.stop]
 
     @functools.cached_property
     def deferred(self) -> list[LiveRange]:
-        """What is kept for the gradients of weights in products of one micro-batch: activations, of which some serve several
-        products, and gradients of results, from the backward of each product on."""
+        """What one micro-batch keeps for deferred weight gradients of products: activations, perhaps shared by several
+        products, and gradients of results, from the backward of each product on.
+        """
         known, found = set[Node](), list[LiveRange]()
         for place, op, x in deferred_products(self.program):
             candidate = self.chosen.ops[op.name]
@@ -222,7 +224,7 @@ class _Step:
 
     @functools.cached_property
     def memory(self) -> StageMemory:
-        """What the stage holds, whatever its schedule."""
+        """The memory of the stage, independent of its schedule."""
         analysis, step, turn = self.of.analysis, self.of.analysis.step, self.n
         later, begun = deferred_weights(self.program), list(self._gradients(first=True))
         first_half = [*self.values, *(life for life in begun if life.name not in later), *self.deferred]
@@ -272,8 +274,9 @@ class _Step:
         return self.of.gradients.lives(self.chosen, self.schedule, self.in_place, first=first)
 
     def _waiting(self) -> Iterator[LiveRange]:
-        """What a stage holds beside the micro-batch that runs, at the fullest moment of its schedule: what the others in flight
-        hold between their forward and their backward, and what is deferred."""
+        """What a stage holds besides the running micro-batch at the fullest moment of its schedule: other micro-batches in
+        flight, between their passes, and deferred memory.
+        """
         times, end = moments_of(self.of.analysis.step), self.schedule.end - 1
         now = max(times, key=self.memory.alive) if len(times) > 1 else times[0]
         for life in self.held if now.flights > 1 else ():
@@ -283,7 +286,7 @@ class _Step:
         yield from self.deferred if now.halves else ()
 
     def home(self, node: Node) -> Node:
-        """The value in a layout whose storage this one aliases; itself where it has storage of its own."""
+        """The value in a layout whose storage this one aliases; itself if it has its own storage."""
         found = self._homes.get(node)
         if found is None:
             name = node[0]

@@ -1,7 +1,6 @@
-"""What a plan has on the host and on the disk: weights that are stored there, with their gradients and the optimizer's state,
-and on the host saved activations that are offloaded.
+"""Bytes on the host and the disk: weights with their gradients and optimizer state, and offloaded activations.
 
-Bytes of one rank, all that a step has there at some moment: after the backward all gradients are there.
+Bytes of one rank, everything that a step stores there at the fullest moment: after the backward, with all gradients.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ GRADIENTS, STATE = "gradients", "optimizer state"
 
 
 def tensors_of(analysis: Analysis, optimizer: Optimizer, name: str) -> dict[str, int]:
-    """How many tensors of a weight's size lie where the weight is stored, by what they are for."""
+    """How many tensors of a weight's size are stored with it, by purpose."""
     trained = name in analysis.backward
     return {"parameters": 1, **({GRADIENTS: 1, STATE: optimizer.states} if trained else {})}
 
 
 def bytes_away(analysis: Analysis, optimizer: Optimizer, chosen: Assignment) -> Mapping[State, Mapping[str, Bytes]]:
-    """Bytes on the host (H) and on the disk (D), by what they are for."""
+    """Bytes on the host (H) and on the disk (D), by purpose."""
     program, found = analysis.program, {there: dict[str, Bytes]() for there in {H: None, **dict.fromkeys(analysis.places)}}
     for parameter in program.parameters:
         name = parameter.value.name

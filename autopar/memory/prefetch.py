@@ -3,10 +3,9 @@
     all-gather of block 0, wait, all-gather of block 1, compute block 0, wait, all-gather of block 2, compute block 1, ...
 
 A bucket's all-gather is issued when the one before it has arrived, so that it overlaps with the block that uses those weights.
-Where weights are gathered over several axes, one after the other, every axis runs a block ahead of the next in the forward:
-while block 0 computes, block 1 is gathered over the last axis, and block 2 over the one before. What the host stores is fetched
-in the same way, before it is gathered. Emitted code and the schedule
-that memory and prices are computed for follow the same order.
+If weights are gathered over several axes in turn, every axis runs one block ahead of the next in the forward: while block 0
+computes, block 1 is gathered over the last axis, and block 2 over the one before. Weights on the host are fetched in the same
+way, before they are gathered. Emitted code, memory and prices follow the same order.
 """
 
 from __future__ import annotations
@@ -45,9 +44,10 @@ class PrefetchOrder:
         self.after = {} if chosen.once else self._after(program)
 
     def _unmoved(self, node: Node) -> bool:
-        """Whether a weight reaches this layout without communication in the forward: stored or cast; only its gradient moves.
+        """Whether a weight reaches this layout without communication in the forward, stored or cast, so that only its gradient
+        moves.
 
-        False for a cast that is recomputed in the backward: it is freed after its use, so it must not be made early.
+        False for a cast that is recomputed in the backward: it is freed after use, so it must not be made early.
         """
         step = self.into.get(node)
         if step is None:
@@ -55,8 +55,9 @@ class PrefetchOrder:
         return not moves(step) and self._unmoved((node[0], step.source))
 
     def _after(self, program: Program) -> Mapping[Bucket, list[Bucket]]:
-        """The gathers to issue when each gather arrives, and the fetches when a fetch does: those of its level that follow, one
-        per dtype and axis: a block has as many."""
+        """The gathers to issue when each gather arrives, and the fetches when a fetch does: the next ones of its level, one per
+        dtype and axis, as each block has.
+        """
         levels: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
         for one in self.buckets:
             if one.primitives[0] in TOGETHER[0]:

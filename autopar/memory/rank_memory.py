@@ -1,11 +1,11 @@
-"""What a rank of a pipeline holds while each of its actions runs: all its stages, their micro-batches in flight, messages.
+"""Memory of a pipeline rank during each of its actions: all its stages, their micro-batches in flight, messages.
 
     0F1   what the forward of stage 0 takes; what other micro-batches of the rank's stages hold between their forward and their
           backward; what has arrived for later actions, and what is sent and not awaited yet
     2B0   the same of a backward of stage 2; gradients of stage 0 are there from its own first backward on, those of weights
           in products from its first W on where backwards are in halves
 
-Stages of one rank are at their peaks at different actions, so that a rank holds less than these together.
+Stages of one rank peak at different actions, so a rank holds less than the sum of their peaks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class HeldStage:
 def rank_peaks(
     schedule: PipelineSchedule, stages: Sequence[HeldStage], batch: Mapping[str, Bytes], scratch: Scratch
 ) -> tuple[Bytes, ...]:
-    """The most bytes that each rank holds in a step.
+    """The peak bytes of each rank in a step.
 
     Args:
         schedule: with messages.
-        stages: all of them, in order.
+        stages: all stages, in order.
         batch: the bytes of the inputs, which the caller holds on every rank.
         scratch: of the optimizer.
     """
@@ -45,8 +45,9 @@ def rank_peaks(
 
 @dataclass(slots=True)
 class _Now:
-    """The micro-batches of a stage: between forward and backward, with W to come, arrived and waiting, and whose messages are
-    under way: outputs, gradients that have come back, gradients that are sent."""
+    """The micro-batches of a stage: between forward and backward, waiting for W, arrived and waiting, and those with messages
+    under way: outputs, received gradients, sent gradients.
+    """
 
     memory: StageMemory
     flying: set[int] = field(default_factory=set)
@@ -58,7 +59,7 @@ class _Now:
 
     @property
     def bytes(self) -> Bytes:
-        """What they hold while nothing of the stage runs."""
+        """Their bytes while nothing of the stage runs."""
         of = self.memory
         sent = sum(of.beside if k in self.flying else of.sent for k in self.sending)
         held = len(self.flying) * of.held + self.deferred * of.deferred + self.arrived * of.received
@@ -79,7 +80,7 @@ class _Rank:
         self.resident = sum(self.stored.values()) + sum(one.memory.shared for one in self.own.values())
 
     def alive(self, scratch: Scratch) -> Iterator[Bytes]:
-        """The most bytes while each action runs, and while the optimizer steps."""
+        """The peak bytes during each action, and during the optimizer's step."""
         for action in self.actions:
             if action.kind in COMPUTING:
                 self._begin(action)
@@ -95,7 +96,7 @@ class _Rank:
         yield self.resident + sum(self.gradients.values()) + scratch([size for size in stepped.values() if size])
 
     def _begin(self, action: Action) -> None:
-        """Take what has come for an action; a backward has its micro-batch itself, and W makes gradients from its start on."""
+        """Start an action: consume its received message; a backward takes over its micro-batch, and W allocates gradients."""
         now = self.now[action.stage]
         match action.kind:
             case ActionKind.FORWARD:
@@ -107,7 +108,7 @@ class _Rank:
                 self.gradients |= self._made(action.stage, action.kind)
 
     def _running(self, action: Action) -> Bytes:
-        """What an action takes beside all else."""
+        """The bytes of a running action, on top of everything else."""
         memory = self.own[action.stage].memory
         trained = self._made(action.stage, action.kind).keys() <= self.gradients.keys()
         match action.kind:
@@ -121,7 +122,7 @@ class _Rank:
                 return memory.weights
 
     def _end(self, action: Action) -> None:
-        """Leave what an action has made."""
+        """End an action: record what it leaves."""
         stage, k = action.stage, action.microbatch
         now = self.now[stage]
         if action.kind == ActionKind.FORWARD:
@@ -142,7 +143,7 @@ class _Rank:
             now.returning += 1
 
     def _message(self, action: Action) -> None:
-        """Post a receive, or let go of what was sent."""
+        """Post a receive, or free what was sent."""
         now = self.now[action.stage]
         match action.kind:
             case ActionKind.RECV_F:
@@ -155,7 +156,7 @@ class _Rank:
                 now.returning -= 1
 
     def _made(self, stage: int, kind: ActionKind) -> dict[str, Bytes]:
-        """The gradients of a stage that are there when an action has ended: those which W makes are not when I has."""
+        """The gradients of a stage that exist when an action has ended: after I, without those that W makes."""
         one = self.own[stage]
         every = zip(one.names, one.memory.gradients, one.memory.made_later, strict=True)
         return {name: size for name, size, later in every if not (later and kind == ActionKind.BACKWARD_INPUT)}

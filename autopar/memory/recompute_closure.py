@@ -1,6 +1,6 @@
-"""The recomputation closure: which of the recomputations that an assignment allows its backward really needs.
+"""The recomputation closure: which recomputations allowed by an assignment the backward really needs.
 
-The program runs on meta tensors with the local shapes and strides of one rank, which shows what autograd saves of each op.
+The program runs on meta tensors with the local shapes and strides of one rank, which shows what autograd saves for each op.
 Saved tensors are needed in the backward, and a tensor that is recomputed needs its own inputs in turn.
 """
 
@@ -48,7 +48,7 @@ class _Walk:
         self._ran: dict[object, tuple[SavedTensors, list[torch.Tensor]]] = {}  # members of a class that run alike run once
 
     def asked(self) -> RecomputeChoice:
-        """The closure of what autograd saves under the chosen recomputations and offloads."""
+        """The closure of autograd's saved tensors under the chosen recomputations and offloads."""
         recompute, program = self.chosen.recompute, self.program
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
@@ -107,7 +107,7 @@ class _Walk:
         yield from ((op.results[place].name, self.chosen.ops[op.name].results[place]) for place in kept.results)
 
     def _kept(self, op: Op) -> SavedTensors:
-        """What autograd saves of an op as one rank runs it; records the results in `tensors`."""
+        """What autograd saves for an op on one rank; records the results in `tensors`."""
         candidate, operands = self.chosen.ops[op.name], [self._tensor(use) for use in self._read(op)]
         specs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in operands)
         key = self.analysis.classes.of[op.name], candidate, specs
@@ -119,7 +119,7 @@ class _Walk:
         return kept
 
     def _run(self, op: Op, operands: list[torch.Tensor]) -> tuple[SavedTensors, list[torch.Tensor]]:
-        """What autograd saves of an op as one rank runs it on these operands, and its results."""
+        """What autograd saves for an op on one rank with these operands, and its results."""
         values, sizes, candidate = self.program.values, self.analysis.sizes, self.chosen.ops[op.name]
         fitted = self.analysis.fits[op.name]
         inside = [local_shape(values[name].shape, layout, sizes) for name, layout in self._read(op)]
@@ -131,7 +131,7 @@ class _Walk:
         return saved_here(op, values, operands, outside, cpu=self.analysis.cpu, parallel=parallel)
 
     def _tensor(self, use: Use) -> torch.Tensor:
-        """A value as one rank has it: contiguous after a conversion, unless that aliases it or keeps its strides."""
+        """A value on one rank: contiguous after a conversion, unless that aliases it or keeps its strides."""
         if use not in self.tensors:
             name, layout = use
             step, value = self.into.get(use), self.program.values[name]

@@ -1,4 +1,4 @@
-"""Rematerialization: when the backward recomputes, gathers again or fetches from the host what was not kept.
+"""Rematerialization: when the backward recomputes, gathers again, or fetches from the host.
 
 The backward of an op needs what autograd saved of its forward. A value is recomputed at its first use in the backward, after
 its inputs, and stays alive until its last use; inputs that were kept stay alive as long. All weights of a bucket that the
@@ -70,7 +70,7 @@ class Rematerialization:
             self._extend(event)
 
     def live_range(self, tensor: SavedStorage) -> tuple[int, int] | None:
-        """From when to when the backward holds a recomputed tensor; None if it is not recomputed."""
+        """The interval in which the backward holds a recomputed tensor; None if it is not recomputed."""
         run = self._runs.get(tensor)
         if run is None or run not in self._times or tensor not in self._last_use:
             return None
@@ -95,7 +95,7 @@ class Rematerialization:
         return -1 if home in self._runs else self._alive_until.get(home, -1)
 
     def recomputed_at(self, run: Run) -> int | None:
-        """The time at which something is rerun in the backward; None if it is not."""
+        """The time at which something is recomputed in the backward; None if it is not."""
         return self._times.get(run)
 
     def gathered_again(self, event: ConversionEvent) -> tuple[list[Step], int, int]:
@@ -106,7 +106,7 @@ class Rematerialization:
         return steps, self._issued.get(event, self._times[event]), self._times[event]
 
     def _record(self, event: Op | ConversionEvent, copied: frozenset[str]) -> None:
-        """Record what an event restores, and from which inputs, if the assignment lets it run again."""
+        """Record what an event restores, and from which inputs, if the assignment may recompute it."""
         if isinstance(event, Op):
             operands = list(self._operands(event))
             recompute = event.name in self.chosen.recompute.ops
@@ -144,7 +144,7 @@ class Rematerialization:
         return [run, *self._results(self.program.op[run])]
 
     def _needs(self, run: Run) -> list[Node]:
-        """The inputs of a run; of a bucket only those of weights that the backward needs."""
+        """The inputs of a recomputation; for a bucket only those of weights that the backward needs."""
         if isinstance(run, ConversionEvent):
             return [self.home((name, step.source)) for name, step in run.steps if (name, step.target) in self._needed]
         return self._sources[run]

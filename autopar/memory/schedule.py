@@ -1,4 +1,4 @@
-"""The schedule of a training step: the order that `codegen.emit` emits, memory is walked by and `autopar.simulator` runs.
+"""The schedule of a training step: the order used by `codegen.emit`, the memory analysis and `autopar.simulator`.
 
 Op i of n runs forward at moment i and backward at moment 2n-1-i; the optimizer steps at moment 2n. A moment has ticks: operands
 are converted first, the op runs in the middle (`DURING`), and the backward mirrors this. The ticks before an op's backward are

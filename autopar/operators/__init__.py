@@ -2,17 +2,17 @@
 
 fit(op, values)                                -> OpSharding | None   which factors the op has
 localise(op, fitted, operands, results, parts) -> args, kwargs        static arguments for local shapes
-scale(op, fitted, parts)                       -> int                 what a local mean must be divided by
-row_of(op)                                     -> Rule                all that is known of its operator
+scale(op, fitted, parts)                       -> int                 the divisor of a local mean
+row_of(op)                                     -> Rule                all facts about its operator
 alias_of(op, values)                           -> Alias               whether the result shares its operand's memory
 view_of(op, values)                            -> bool                whether it is planned so: no kernel, no price
 writes(op)                                     -> names               the values that it changes in place
 training_flag(op)                              -> name                the argument that follows the module's training mode
 rule_of(target)                                -> Rule | None         the user's rule, else that of the tables
 
-A row may have distributed forms beside its factors: ways to split what is otherwise whole, with messages inside.
+A row may have distributed forms besides its factors: ways to split otherwise whole dims, with messages inside.
 
-`autopar.operators.dim_labels` says what factors mean to a person.
+`autopar.operators.dim_labels` has readable names of factors.
 """
 
 from autopar.operators.registry import (

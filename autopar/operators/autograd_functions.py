@@ -1,9 +1,9 @@
-"""Operators that call an `autograd.Function` of the user's, with the gradients that it gives itself.
+"""Operators that call a user's `autograd.Function`, with its own gradients.
 
     y = Rounded.apply(x)      ->      y = torch.ops.autopar_function.Rounded(x)
 
-The tensors are operands; whatever else the function is given belongs to the operator, so that other numbers make another one.
-The rule of an operator is found by running it on small parts, at several scales.
+The tensors are operands; all other arguments are part of the operator, so other numbers make another operator. The rule of an
+operator is found by running it on small parts, at several scales.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedFunction:
-    """A function, what it is given beside tensors, and what it returns."""
+    """A function with its arguments other than tensors, and the form of its result."""
 
     function: type[Function]
     arguments: tuple[object, ...]  # constants, and OPERAND for each tensor
@@ -60,11 +60,11 @@ class FunctionOperator:
 
     @property
     def target(self) -> str:
-        """The operator as programs name it."""
+        """The operator's name in programs."""
         return f"{NAMESPACE}.{self.name}.default"
 
     def __call__(self, *operands: torch.Tensor) -> object:
-        """What the function returns, computed by the operator."""
+        """The function's result, computed by the operator."""
         made = overload(self.target)(*operands)
         results = made if self.call.results > 1 else (made,)
         found = tuple(one.detach() if i in self.call.detached else one for i, one in enumerate(results))
@@ -85,10 +85,10 @@ def _constant(value: object) -> bool:
 
 
 def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction | None:
-    """A function as a call on these arguments shows it; None for one that no operator can call.
+    """Probe a function by a call on these arguments; None if no operator can call it.
 
-    Such a function writes into an operand, as its backward may do, draws random numbers, which would differ from rank to rank,
-    or returns something else than tensors.
+    That is if it, or its backward, writes into an operand, if it draws random numbers, which would differ between ranks, or if
+    it returns anything but tensors.
     """
     given = _constants(args)
     operands = [one for one in args if isinstance(one, torch.Tensor)]
@@ -120,7 +120,7 @@ def tried(function: type[Function], args: Sequence[object]) -> AppliedFunction |
 
 
 def _differentiate(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
-    """Run the backward of some results; what it raises is for those who need its gradients."""
+    """Run the backward of some results; its errors matter only to those who need the gradients."""
     wanted = [one for one in operands if one.requires_grad]
     if results and wanted:
         with contextlib.suppress(Exception):
@@ -132,7 +132,7 @@ def _differentiate(results: Sequence[torch.Tensor], operands: Sequence[torch.Ten
 def operator_of(call: AppliedFunction, example: Sequence[torch.Tensor]) -> FunctionOperator:
     """The operator that makes a call, with a rule for operands like those of the example.
 
-    Operands of another number of dims, or with dims of size 1 elsewhere, make another operator: they may have another rule.
+    Operands with another number of dims, or dims of size 1 elsewhere, make another operator, since the rule may differ.
     """
     kinds = tuple((one.is_floating_point(), *(size == 1 for size in one.shape)) for one in example)
     known = next((one for one in DEFINED.values() if _same(one.call, call) and one.kinds == kinds), None)
@@ -176,7 +176,7 @@ def define(made: FunctionOperator) -> None:
 
 
 def _rule(made: FunctionOperator, example: Sequence[torch.Tensor]) -> Rule:
-    """The rule of an operator, by which it runs whole where none is found that holds on much smaller and larger numbers too."""
+    """The rule of an operator; it runs whole if no rule is found that also holds for much smaller and larger numbers."""
     op = overload(made.target)
     try:
         found = discover_rule(op, example)

@@ -19,7 +19,7 @@ from autopar.operators.rule import OpSharding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """What one rank sees of a call: local shapes, and into how many parts each factor is split."""
+    """A call as seen by one rank: local shapes, and into how many parts each factor is split."""
 
     fitted: OpSharding
     operands: Sequence[Shape]
@@ -32,7 +32,7 @@ class Local:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of each factor on this rank, told by a dim that it makes up alone; the whole size where there is none."""
+        """The size of each factor on this rank, from a dim that consists of it alone; the whole size if there is none."""
         found: dict[int, int] = {}
         tensors = zip((*self.operands, *self.results), (*self.fitted.operands, *self.fitted.results), strict=True)
         for shape, dims in tensors:
@@ -131,7 +131,7 @@ class Call:
     def fit(self, text: str, *, sizes: Mapping[str, int] | None = None, asks: str = "", random: bool = False) -> OpSharding:
         """A pattern fitted to the shapes. `sizes` of factors that no dim tells; `asks` is the side whose inner factors ask.
 
-        Raises RuleError where pattern and shapes contradict each other.
+        Raises RuleError if pattern and shapes contradict each other.
         """
         pattern = parse(text)
         try:

@@ -1,4 +1,4 @@
-"""Operators in the place of those that draw from several operands, or by weights: verification has the same on both sides.
+"""Deterministic replacements for operators that draw from several operands, or by weights, so that verification can compare.
 
 autopar::certain_classes    aten.multinomial: classes that each row has weights of
 autopar::certain_numbers    aten.normal, aten.binomial and aten.bernoulli of two tensors: one number everywhere

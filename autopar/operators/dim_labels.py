@@ -1,4 +1,4 @@
-"""What the factors of well-known operators mean to a person: "out-features" of a linear, "heads" of attention.
+"""Readable names for the factors of well-known operators: "out-features" of a linear, "heads" of attention.
 
 addmm  n/512   ->   out-features          layer_norm  ...1/4   ->   batch
 """
@@ -16,21 +16,20 @@ from autopar.operators.rule import OpSharding
 
 
 def kind_of(op: str) -> str:
-    """What a person calls the operator of an op ("h.0.attn.c_attn:addmm#0" is a linear)."""
+    """The common name of an op's operator ("h.0.attn.c_attn:addmm#0" is a linear)."""
     name = op.rpartition(":")[2].partition("#")[0]
     return _names().get(name, name)
 
 
 @functools.cache
 def _names() -> Mapping[str, str]:
-    """What a person calls operators, by their short names."""
+    """Common names of operators, by their short names."""
     return {aten(target): rule.says.name for target, rule in RULES.items() if rule.says}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelSample:
-    """The sizes by which the dims of activations are told: rows of the batch, and the length of a sequence (1 if there is
-    none)."""
+    """The sizes that identify dims of activations: rows of the batch, and the length of a sequence (1 if there is none)."""
 
     batch: int
     length: int
@@ -56,7 +55,7 @@ class LabelSample:
 
 
 def role(op: Op, fitted: OpSharding, factor: int, stride: int, values: Mapping[str, Value], sample: LabelSample) -> str:
-    """What a person calls a factor of an op that is split with this stride."""
+    """The common name of an op's factor that is split with this stride."""
     said = row_of(op).says
     if said and (named := said.factor(fitted.factors[factor].name)):
         return named

@@ -1,4 +1,4 @@
-"""Operators where torch has none: in double precision, in which verification runs, and in single.
+"""Operators in dtypes that torch lacks: double precision, in which verification runs, and single.
 
 autopar::grouped_mm    aten._grouped_mm: products of groups of rows, of columns or of what is summed, one matrix each
 """

@@ -1,4 +1,4 @@
-"""The words in which a row of the table says what is known of an operator."""
+"""The vocabulary for facts about an operator in its row of the table."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Mean(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Says:
-    """What a person calls an operator, and the factors of its rule: `n` of a linear is its out-features."""
+    """The common names of an operator and the factors of its rule: `n` of a linear is its out-features."""
 
     name: str
     factors: tuple[tuple[str, str], ...] = ()
 
     def factor(self, name: str) -> str:
-        """What a person calls the factor of this name; empty if there is no word."""
+        """The common name of this factor; empty if there is none."""
         return dict(self.factors).get(name, "")
 
 

@@ -28,7 +28,7 @@ class Misfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorTerm:
-    """One operand or result of a call, with what the pattern says of it."""
+    """One operand or result of a call, with its part of the pattern."""
 
     side: str  # "operand" or "result"
     position: int
@@ -98,7 +98,7 @@ class _NamedDims:
 
     @staticmethod
     def of(tensors: Sequence[TensorTerm], known: Mapping[str, tuple[int, ...]]) -> _NamedDims | None:
-        """None where no argument names a dim."""
+        """Find the named dims; None if no argument names a dim."""
         holders = [tensor for tensor in tensors if tensor.term.named]
         if not holders:
             return None
@@ -109,7 +109,7 @@ class _NamedDims:
         return _NamedDims(rank=rank, places=places)
 
     def words(self, tensor: TensorTerm) -> Iterator[Word]:
-        """What stands for the open dims of a tensor."""
+        """The words for the open dims of a tensor."""
         rest = next(dim.words[0] for dim in tensor.term.dims if dim.open)
         found: dict[int, Word] = {}
         for word in tensor.term.named:

@@ -1,4 +1,4 @@
-"""What a sort brings into another order, and each rank may bring into an order of its own: the `own_order` of a row.
+"""Own order: rows that a sort permutes, and that each rank may permute in its own way; the `own_order` of a row.
 
     keys, order = sort(ids)               each rank sorts the keys of its own rows:   O(0)
     rows = index(x, [order // 2])         and takes its own rows, each twice          x S(0), rows O(0)
@@ -28,7 +28,7 @@ from autopar.operators.rule import OpSharding, OwnRows
 
 
 class Role(Enum):
-    """What a value is to a sort of rows."""
+    """The role of a value in a sort of rows."""
 
     ORDER = "where each row was; divided by a number, where what so many rows share was"
     INVERSE = "where each row is now"
@@ -56,7 +56,7 @@ class OrderFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderCall:
-    """A call with what is known of its operands: of each its fact, and the keys that it holds in their old order.
+    """A call with facts about its operands: each one's fact, and the keys that it holds in their old order.
 
     Keys are `whole` numbers from 0 on, as operators that find places return them: no other is in no group.
     """
@@ -128,7 +128,7 @@ def sort(call: OrderCall) -> OwnFound | None:
 
 
 def floor_divide(call: OrderCall) -> OwnFound | None:
-    """Where what several rows share was: the token of the row, if each has as many."""
+    """The position shared by several rows: the token of the row, if each has equally many."""
     order, named = call.fact("self", Role.ORDER), call.call.arguments
     by = named["other"]
     if order is None or order.number != 1 or not isinstance(by, int) or by < 1 or call.call.result[0] % by:
@@ -165,7 +165,7 @@ def _taken(call: OrderCall, name: str) -> OwnFound | None:
 
 
 def index_add(call: OrderCall) -> OwnFound | None:
-    """Rows added up where they came from."""
+    """Rows summed at their origin."""
     order, rows = call.fact("index", Role.ORDER), call.fact("source", Role.ROWS)
     if order is None or rows is None or not call.plain("self") or call.call.number("dim") != 0:
         return None
@@ -186,7 +186,7 @@ def index_put(call: OrderCall) -> OwnFound | None:
 
 
 def empty_like(call: OrderCall) -> OwnFound | None:
-    """Room for something of each row."""
+    """An empty tensor for each row."""
     known = call.fact("self", Role.ORDER, Role.INVERSE, Role.ROWS)
     if known is None or len(call.call.result) != 1:
         return None
@@ -253,7 +253,7 @@ def grouped_products(call: OrderCall) -> OwnFound | None:
 
 
 def each_row(call: OrderCall, fitted: OpSharding, *, same: bool) -> OwnFound | None:
-    """What treats rows one by one, or adds them up: a factor that may be split is all that the dim of rows is made of.
+    """Operators that treat rows one by one, or sum them: the dim of rows consists of one factor that may be split.
 
     Split into as many parts as there are rows, the operator sees each row alone, and not which one it is. Keys stay keys where
     the result is the `same` but for the dtype.

@@ -1,4 +1,4 @@
-"""What stands in the padding of a value, and what an operator makes of it: the `padding` of a row.
+"""The contents of a value's padding, and how an operator changes them: the `padding` of a row.
 
 ZERO      zeros            the padding of a weight, and what products and gelu make of it
 SOME      finite numbers   sigmoid(0), say: a sum over it needs zeros beside it
@@ -30,7 +30,7 @@ Inside = Sequence[PaddingValue | None]  # what stands in the padding of each ope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padded:
-    """An op of which one factor is padded.
+    """An op with one padded factor.
 
     `gone`: the factor is in no result, so that any answer says that the results are what they are without padding.
     """
@@ -43,17 +43,17 @@ class Padded:
 
     @property
     def whole(self) -> bool:
-        """Whether it matters where an element stands along the factor."""
+        """Whether the position of an element along the factor matters."""
         return self.fitted.factors[self.factor].whole
 
     @property
     def held(self) -> frozenset[PaddingValue]:
-        """All that stands in the padding of operands."""
+        """All contents of the operands' padding."""
         return frozenset(found for found in self.inside if found)
 
     @property
     def only(self) -> PaddingValue | None:
-        """What stands in the padding of all operands, if it is one thing."""
+        """The contents of all operands' padding, if they agree."""
         return next(iter(self.held)) if len(self.held) == 1 and all(self.inside) else None
 
 

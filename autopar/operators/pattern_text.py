@@ -1,4 +1,4 @@
-"""Writing a pattern where shapes decide: the words of tensors, for rules that are functions."""
+"""Helpers for rules that are functions of shapes, which write patterns tensor by tensor."""
 
 from __future__ import annotations
 

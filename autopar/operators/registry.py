@@ -1,4 +1,4 @@
-"""The table of all rules with those that the user registered, and what the rest of the compiler asks of them."""
+"""The table of all rules, including the user's, and the queries that the rest of the compiler makes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def fit(op: Op, values: Mapping[str, Value], *, rule: Rule | None = None) -> OpS
 
 
 def _distributed(rule: Rule, fitted: OpSharding, call: Call) -> tuple[ParallelForm, ...]:
-    """The distributed forms that serve an op; what draws random numbers has none."""
+    """The distributed forms of an op; random ops have none."""
     present = {factor.name for factor in fitted.factors if factor.size}
     able = (form for form in rule.distributed if present.issuperset(form.factors) and form.able(call))
     return () if fitted.random else tuple(able)
@@ -129,7 +129,7 @@ def localise(
 
 
 def scale(op: Op, fitted: OpSharding, parts: Sequence[int], *, rule: Rule | None = None) -> int:
-    """What the local result must be divided by: the parts of the factors over which the op takes a mean, else 1."""
+    """The divisor of the local result: the parts of the factors over which the op takes a mean, else 1."""
     rule = rule or rule_of(op.target)
     averages = rule.averages if rule else None
     if averages is None or not averages(Call.of(op)):
@@ -138,7 +138,7 @@ def scale(op: Op, fitted: OpSharding, parts: Sequence[int], *, rule: Rule | None
 
 
 def row_of(op: Op) -> Rule:
-    """What is known of the operator of an op: its row, an empty one if it has none."""
+    """The facts about an op's operator: its row, or an empty one."""
     return rule_of(op.target) or UNKNOWN
 
 
@@ -179,7 +179,7 @@ def writes(op: Op) -> tuple[str, ...]:
 
 
 def fusible(op: Op) -> bool:
-    """Whether `torch.compile` generates the kernel of an op, instead of calling one that is written by hand."""
+    """Whether `torch.compile` generates the kernel of an op, instead of calling a hand-written one."""
     row = row_of(op)
     return any(op.target in family.TABLE for family in FUSED) and row.flops is None and not row.alone and not writes(op)
 

@@ -84,7 +84,7 @@ class ParallelForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows:
-    """How an op runs on what a rank has of rows in an order of its own (`autopar.operators.own_order`).
+    """How an op runs on a rank's rows in its own order (`autopar.operators.own_order`).
 
     The states of operands and results, with no stride; None for operands that are whole on each rank.
     """
@@ -122,7 +122,7 @@ class OpSharding:
         return tuple(f for f, factor in enumerate(self.factors) if factor.name in form.factors)
 
     def parts(self, form: ParallelForm, ranks: int) -> dict[int, int]:
-        """Into how many parts so many ranks split each factor of a distributed form; empty if they cannot."""
+        """The number of parts into which so many ranks split each factor of a distributed form; empty if they cannot."""
         factors = self.factors_of(form)
         counts = [ranks] * len(factors)
         if form.nested:
@@ -138,7 +138,7 @@ class OpSharding:
 
     @property
     def own_dims(self) -> tuple[tuple[int, ...], ...]:
-        """The factors of every dim that is split where a rank has its own rows."""
+        """The factors of every dim that is split for own rows."""
         states = (*self.own.operands, *self.own.results) if self.own else ()
         tensors = zip((*self.operands, *self.results), states, strict=True) if states else ()
         return tuple(dims[state.dim] for dims, state in tensors if state and state.kind == "S")
@@ -167,7 +167,7 @@ class OpSharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row of the table, all that is known of an operator; make it with `op`."""
+    """One row of the table, with all facts about an operator; make it with `op`."""
 
     # How it splits.
     text: str = ""  # the pattern; empty where a function decides
@@ -206,7 +206,7 @@ class Rule:
 
     @property
     def contracts(self) -> bool:
-        """Whether it is made of matrix products with operands that may be weights."""
+        """Whether it consists of matrix products with operands that may be weights."""
         return self.flops is not None and self.kind is not OpKind.ATTENTION
 
     def is_random(self, call: Call) -> bool:

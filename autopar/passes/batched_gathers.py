@@ -1,4 +1,4 @@
-"""Rows that each sample picks from its own are gathers, which the batch may be split in: `x[arange(n), i]`."""
+"""Rewrites indexing in which each sample picks its own rows, `x[arange(n), i]`, as a gather: the batch can be split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gathered(program: Program) -> Program:
         y = index(x, [a, i])          ->        k = expand(reshape(j, [8, 1, 1]), [8, 1, 4])
                                                 y = reshape(gather(x, 1, k), [8, 4])
 
-    In an index all dims that are indexed are whole on a device; in a gather only the one that is picked from.
+    In an index all indexed dims must be whole on a device; in a gather only the one that is picked from.
     """
     known = facts(program)
     rewriter = Rewriter(program)

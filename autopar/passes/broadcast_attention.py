@@ -1,4 +1,4 @@
-"""Attention with fewer heads of keys and values than of queries, as fused kernels take it: expanded, or grouped."""
+"""Rewrites attention with fewer key-value heads than query heads for fused kernels: expanded, or grouped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HALF = (torch.bfloat16, torch.float16)  # in which the fused kernels of GPUs ta
 
 
 def expanded(program: Program) -> Program:
-    """Expand batch and heads of query, key and value to those of all three; heads under `enable_gqa` differ, and stay.
+    """Expand batch and heads of query, key and value to their common shape; heads that differ under `enable_gqa` stay.
 
         a = attention(q, k, v)      ->      x = expand(k, [8, 4, 16, 32])      q is (8, 4, 16, 32), k and v (8, 1, 16, 32)
                                             y = expand(v, [8, 4, 16, 32])
                                             a = attention(q, x, y)
 
-    Without, torch computes all scores one by one and keeps them; a rank that has one of the heads would not.
+    Otherwise torch would use the unfused kernel and keep all scores; a rank with one of the heads would not.
     """
     rewriter = Rewriter(program)
     for op in program.ops:
@@ -36,15 +36,15 @@ def expanded(program: Program) -> Program:
 
 
 def grouped(program: Program) -> Program:
-    """Give attention in half precision the heads of keys and values as they are, where each is repeated for several queries.
+    """Pass key-value heads unrepeated to attention in half precision, if each is repeated for several query heads.
 
         x = unsqueeze(k, 2)                     ->      a = attention(q, k, v, enable_gqa=True)      k and v are (8, 2, 16, 32),
         y = expand(x, [8, 2, 4, 16, 32])                                                             and q (8, 8, 16, 32)
         z = reshape(y, [8, 8, 16, 32])
         a = attention(q, z, w)                          (w is v repeated likewise)
 
-    transformers repeats them wherever its models are traced, and leaves them where they run: repeated ones are copied, and kept
-    for the backward.
+    transformers repeats them when its models are traced, but not when they run: repeated ones are copied, and kept for the
+    backward.
     """
     rewriter = Rewriter(program)
     for op in program.ops:
@@ -72,7 +72,7 @@ def _repeated(argument: Argument, program: Program) -> Ref | None:
 
 
 def _made(argument: Argument, target: str, program: Program) -> Op | None:
-    """The op that makes an argument, if it is one of this operator."""
+    """The op that makes an argument, if it is of this operator."""
     op = program.producer.get(argument.name) if isinstance(argument, Ref) else None
     return op if op and op.target == target else None
 

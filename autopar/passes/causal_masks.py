@@ -18,7 +18,7 @@ _CLOSED = torch.finfo(torch.float16).min  # entries of an additive mask at or be
 
 
 def causal(program: Program) -> Program:
-    """Replace masks by what they provably do, by symbolic analysis of index expressions: no mask is evaluated.
+    """Simplify masks by symbolic analysis of their index expressions; no mask is evaluated.
 
     m = k <= q                                                    (m is dead)
     a = attention(x, y, z, m)       ->      a = attention(x, y, z, is_causal=True)

@@ -10,7 +10,7 @@ from autopar.operators import writes
 
 
 def dead(program: Program) -> Program:
-    """Drop every op whose results are neither returned nor read; what writes in place or to buffers stays.
+    """Drop every op whose results are neither returned nor read, except ops that write in place or to buffers.
 
     Updates `Parameter.used`.
 

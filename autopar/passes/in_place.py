@@ -1,4 +1,4 @@
-"""Writes in place: a buffer that is written where it lies, such as the cache of keys and values of a decoder."""
+"""Writes in place: buffers that are updated without a copy, such as the key-value cache of a decoder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ COPIES = ("index_copy",)  # what replaces some elements of its first operand, an
 
 
 def in_place(program: Program) -> Program:
-    """Write elements into a buffer itself, where nobody reads what it held before.
+    """Write elements directly into a buffer if nobody reads its old contents.
 
     c = clone(kept)
     n = index_copy(c, 2, i, x)
     y = use(n)                        ->      n = index_copy_(kept, 2, i, x)
     copy_(kept, n)                            y = use(n)
 
-    The buffer changes with the next call, so that nothing may be kept of it until then: neither for a backward, nor in an
-    output.
+    The buffer changes in the next call, so nothing may keep its contents: neither a backward, nor an output.
     """
     if any(value.requires_grad for value in program.values.values()):
         return program
@@ -44,7 +43,7 @@ def in_place(program: Program) -> Program:
 
 
 def _write(program: Program, end: Op, readers: Mapping[str, Sequence[Op]]) -> tuple[Op, Op] | None:
-    """The clone and the write of a buffer that `end` stores, if it is of no other use."""
+    """The clone and the write of a buffer stored by `end`, if they have no other use."""
     if aten(end.target) != "copy_" or not writes(end):
         return None
     kept, last = end.operands
@@ -61,7 +60,7 @@ def _write(program: Program, end: Op, readers: Mapping[str, Sequence[Op]]) -> tu
 
 
 def _returned(program: Program) -> set[str]:
-    """The values in whose memory an output may lie."""
+    """The values whose memory an output may share."""
     found = {output.value for output in program.outputs}
     for op in reversed(program.ops):
         if view_of(op, program.values) and any(result.name in found for result in op.results):

@@ -42,10 +42,11 @@ HOISTED = 1000.0  # effort of an element that is hoisted, in conversions that a 
 
 
 def microbatches(program: Program, runs: int) -> TrainingStep:
-    """The step that runs the program on one of `runs` equal parts of the batch after the other.
+    """The step that runs the program on `runs` equal parts of the batch in turn.
 
-    The batch is dim 0 of each input that is as long as the first one's. Raises ConstraintError if it has not so many equal
-    parts, if the program mixes its samples, writes what depends on them into a buffer, or returns no scalar to differentiate.
+    The batch is dim 0 of each input that is as long as the first one's. Raises ConstraintError if it cannot be cut into so many
+    equal parts, or if the program mixes its samples, writes values that depend on them into a buffer, or returns no scalar to
+    differentiate.
     """
     if runs == 1:
         return TrainingStep(program=program)
@@ -68,9 +69,9 @@ def _check(program: Program, runs: int) -> None:
 
 
 class _Cutter:
-    """Builds one program; `states` holds what each old value is over the runs, `refs` the new values that stand for it.
+    """Builds one program; `states` holds the state of each old value over the runs, `refs` the new values for it.
 
-    A value without a state is not computed by the runs: what is needed of it is hoisted, as all in `hoistable` can be.
+    A value without a state is not computed in the runs: the needed part is hoisted, as everything in `hoistable` can be.
     """
 
     def __init__(self, program: Program, runs: int) -> None:
@@ -114,7 +115,7 @@ class _Cutter:
         return TrainingStep(program=made, loop=loop)
 
     def _op(self, op: Op) -> None:
-        """Emit an op in the way that takes least, and say what its results are over the runs."""
+        """Emit an op in its cheapest way, and record the states of its results."""
         if self._certain(op):
             self.hoistable.update(result.name for result in op.results)
         if is_random(op, self.fits[op.name]) or not self.drawn.isdisjoint(op.operands):
@@ -140,7 +141,7 @@ class _Cutter:
         self.states |= {result.name: _state(layout[0]) for result, layout in zip(op.results, chosen.results, strict=True)}
 
     def _of_written(self, op: Op) -> None:
-        """Leave an op out that reads a buffer before it is written; emit one that writes, if all runs write the same."""
+        """Omit an op that reads a buffer before it is written; emit one that writes, if all runs write the same."""
         if self._certain(op):
             self._leave(op)
             return
@@ -155,12 +156,12 @@ class _Cutter:
         self._emit(op, whole)
 
     def _leave(self, op: Op) -> None:
-        """Leave an op out of the runs: what is needed of it is hoisted."""
+        """Omit an op from the runs: the needed results are hoisted."""
         for result in op.results:
             del self.states[result.name]
 
     def _ways(self, op: Op) -> list[Candidate]:
-        """All candidates of an op: those of any op of its signature whose values have as many blocks."""
+        """All candidates of an op, shared by ops with the same signature and block counts."""
         values, names = self.program.values, (*op.operands, *(result.name for result in op.results))
         fitted = self.fits[op.name]
         told = (fitted.linear, fitted.own) if fitted else ()  # what is known of an op beside its signature
@@ -170,7 +171,7 @@ class _Cutter:
         return self.known[kind]
 
     def _shared(self, op: Op) -> Op | None:
-        """An op that is linear but for a number that it adds, as in 1 - x, with a share of that for each run; else None."""
+        """An op that is linear except for an added number, as in 1 - x, with a share of that number per run; else None."""
         groups, named, fitted = row_of(op).linear, bound(op), self.fits[op.name]
         numbers = {name: number for name in itertools.chain(*groups) if isinstance(number := named[name], int | float)}
         without = fit(_with(op, dict.fromkeys(numbers, 0)), self.program.values) if numbers else None
@@ -180,13 +181,13 @@ class _Cutter:
         return _with(op, {name: number / self.runs for name, number in numbers.items()})
 
     def _certain(self, op: Op) -> bool:
-        """Whether an op computes the same whenever it runs, has no gradient, and needs no weights."""
+        """Whether an op is deterministic, has no gradient, and needs no weights."""
         fitted = self.fits[op.name]
         able = fitted is not None and not (fitted.random or op.requires_grad or writes(op))
         return able and self.hoistable.issuperset(op.operands)
 
     def _refuse_mixing(self, op: Op) -> None:
-        """Refuse an op that can be run in none of its ways, with what it reads of the samples: the sum over them, if any."""
+        """Refuse an op that cannot run in any way, naming what it reads from the samples: the sum over them, if any."""
         if writer := self._writer(op):
             self._refuse_write(writer)
         fitted, reads = self.fits[op.name], [name for name in op.operands if self.states.get(name, I) != I]
@@ -205,7 +206,7 @@ class _Cutter:
         self._refuse(f"{op.target} {why}", op, value=value)
 
     def _writer(self, op: Op) -> Op | None:
-        """The op that writes into a buffer what is computed from the results of an op, if these have no gradient."""
+        """The op that writes values computed from an op's results into a buffer, if these have no gradient."""
         found = {result.name for result in op.results if not op.requires_grad}
         for later in self.program.ops:
             if not found.isdisjoint(later.operands):
@@ -215,7 +216,7 @@ class _Cutter:
         return None
 
     def _refuse_write(self, op: Op) -> None:
-        """Refuse an op that writes, or reads, a buffer that the runs would write with other numbers each."""
+        """Refuse an op that writes or reads a buffer to which each run would write different numbers."""
         buffer = next(name for name in op.operands if name in self.written)
         fix = "microbatches=1; or write what depends on no sample, outside of forward (a running mean, a queue)"
         self._refuse(f"each of them would write {buffer}", op, fix)
@@ -233,14 +234,14 @@ class _Cutter:
         raise ConstraintError(what, op=op.name, module=op.module or "the model itself", **where, at=op.source, fix=fix)
 
     def _effort_of(self, op: Op, way: Candidate) -> float:
-        """What it takes to run an op so; not the whole of it in every run where there is a part."""
+        """The cost of running an op in this way; running all of it in every run is refused if a part would do."""
         parted = any(self.states.get(name, I).kind == "S" for name in op.operands)
         if parted and way.forms[0][0] in "IR":
             return math.inf
         return sum(self._effort(name, _state(layout[0])) for name, layout in zip(op.operands, way.operands, strict=True))
 
     def _effort(self, name: str, want: State) -> float:
-        """What it takes to have a value so in every run; infinite if it cannot be."""
+        """The cost of having a value in this state in every run; infinite if impossible."""
         have = self.states.get(name)
         if have == want:
             return 0.0
@@ -268,7 +269,7 @@ class _Cutter:
         return min(able, key=lambda way: self._effort_of(op, way), default=None)
 
     def _ref(self, name: str, want: State) -> Ref:
-        """The value as it is wanted, made so if it is not."""
+        """The value in the wanted state, converted if necessary."""
         if (name, want) not in self.refs:
             if want == P:
                 (self.refs[name, want],) = self.builder.emit("aten.div.Tensor", (self._ref(name, I), self.runs))
@@ -315,7 +316,7 @@ class _Cutter:
             self.refs[result.name, _state(layout[0])] = ref
 
     def _output(self, output: Output) -> tuple[Ref, State]:
-        """An output and how the runs' are put together; a gradient of what is the same in every run counts once."""
+        """An output and how those of the runs are combined; a gradient of a value that is the same in every run counts once."""
         value, state = self.program.values[output.value], self.states.get(output.value, I)
         if state == I and value.requires_grad and not value.shape:
             state = P
@@ -327,7 +328,7 @@ class _Cutter:
         return self._ref(value.name, state), state
 
     def _hoisted(self) -> Program:
-        """What is computed once per step, from the whole batch."""
+        """The graph that is computed once per step, from the whole batch."""
         needed = {name for name, _ in self.hoisted}
         alive: list[Op] = []
         for op in reversed(self.program.ops):
@@ -347,7 +348,7 @@ def _with(op: Op, arguments: Mapping[str, Argument]) -> Op:
 
 
 def _undistributed(fitted: OpSharding | None) -> OpSharding | None:
-    """Runs follow each other: none can ask another one for anything. What they sort, each may sort by itself."""
+    """Without distributed forms: runs follow each other and cannot communicate. Each may sort its own rows."""
     return replace(fitted, distributed=()) if fitted else None
 
 
@@ -357,7 +358,7 @@ def _state(state: State) -> State:
 
 
 def counts(program: Program) -> Iterator[int]:
-    """Numbers of micro-batches, from one to one for each sample."""
+    """Possible numbers of micro-batches, from one up to one per sample."""
     batch = batch_of(program)
     yield from (runs for runs in range(1, max(1, batch) + 1) if batch % runs == 0)
 

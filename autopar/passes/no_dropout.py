@@ -37,12 +37,12 @@ def without_dropout(program: Program) -> Program:
 
 
 def drawn(op: Op) -> bool:
-    """Whether `without_dropout` replaces an op by a constant: it draws numbers, and does nothing else."""
+    """Whether `without_dropout` replaces an op by a constant: it only draws numbers."""
     return row_of(op).kind in DRAWS
 
 
 def _constant(op: Op) -> tuple[str, dict[str, Argument]]:
-    """The operator that stands in the place of one that draws, and its arguments by name."""
+    """The operator that replaces a random one, and its arguments by name."""
     kind, named, operands = row_of(op).kind, bound(op), tuple(map(Ref, op.operands))
     if kind is OpKind.DRAW_CLASSES:
         return CLASSES, {"weights": operands[0], "number": named["num_samples"]}
@@ -79,7 +79,7 @@ def _with(op: Op, changes: dict[str, Argument]) -> Op:
 
 
 def without_training(program: Program) -> Program:
-    """The program in evaluation mode, as far as it differs by training flags only, which a parallel module sets itself.
+    """The program in evaluation mode, as far as that differs only by training flags, which a parallel module sets itself.
 
     a = dropout(x, 0.1, True)                       a = dropout(x, 0.1, False)
     b = attention(q, k, v, None, 0.1, True)    ->   b = attention(q, k, v, None, 0.0, True)

@@ -1,13 +1,13 @@
-"""Independent parts of one module's operators, one after the other, in the order in which what they return is first needed.
+"""Reorders independent parts of one module's operators by when their results are first needed.
 
     for kind in set(config.layer_types):                  sliding, full            or full, sliding
         embedded[kind] = self.rotary(positions, kind)     -> always the one that the first layer takes
         masks[kind] = make_mask[kind](positions)          -> always the one that the first layer takes
 
-Python orders a set of words by a seed of each process, so that ranks, and processes that read a saved plan, would have
-programs that differ in names alone. Such parts are found in an unbroken run of a module's operators, by what they compute
-with: calls, all of the same operators, of which none reads what another computes; or what makes results that are alike, after
-what several of these share.
+The order of a set of strings depends on the hash seed of the process, so that ranks, and processes that read a saved plan,
+would have programs that differ in names alone. Parts are found in an unbroken run of a module's operators: calls of the same
+operators, none of which reads what another computes; or operators that lead to one of several alike results, after those that
+lead to more than one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from autopar.operators import row_of, writes
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Operators of a run, one after the other; parts of one kind may change places."""
+    """Consecutive operators of a run; parts of one kind may be reordered."""
 
     ops: Sequence[Op]
     kind: object = None
 
 
 def in_order_of_use(program: Program) -> Program:
-    """The program, which has no dead code, with such parts in that order, and names to match; the same one where they have it
-    already."""
+    """The program with such parts in that order, renumbered; the same program if they are in order already. It must have no
+    dead code.
+    """
     runs = [list(run) for _, run in itertools.groupby(program.ops, key=lambda op: op.module)]
     read = Counter(name for op in program.ops for name in op.operands) + Counter(output.value for output in program.outputs)
     parts = {number: found for number, run in enumerate(runs) if (found := _calls(run) or _alike(run, read))}
@@ -59,7 +60,7 @@ def _stem(op: Op) -> str:
 
 
 def _ordered(parts: Sequence[_Part], needed: dict[str, int]) -> list[Op]:
-    """The operators of parts, of which those of one kind stand as they are needed."""
+    """The operators of parts, with the parts of one kind sorted by when they are first needed."""
     waiting = defaultdict[object, deque[_Part]](deque)
     for part in sorted(parts, key=lambda part: min(needed[op.name] for op in part.ops)):
         waiting[part.kind].append(part)
@@ -83,7 +84,7 @@ def _needed(program: Program) -> dict[str, int]:
 
 
 def _calls(run: Sequence[Op]) -> list[_Part]:
-    """The calls that an unbroken run of a module's ops consists of, if it is several."""
+    """The calls that make up an unbroken run of a module's ops; none if it is a single call."""
     maker = _makers(run)
     graph = nx.Graph()
     graph.add_nodes_from(op.name for op in run)
@@ -97,14 +98,15 @@ def _calls(run: Sequence[Op]) -> list[_Part]:
 
 
 def _alike(run: Sequence[Op], read: Counter[str]) -> list[_Part]:
-    """What several of a run's results share, and what each of them takes beside that, if some are alike; `read` counts who
-    reads a value in the whole program."""
+    """The ops shared by several results of a run, then those of each result alone, if some results have one shape and dtype;
+    `read` counts the readers of each value in the whole program.
+    """
     maker, inside = _makers(run), Counter(name for op in run for name in op.operands)
     last = {op.name: op for op in run if any(read[made.name] > inside[made.name] for made in op.results)}
     kinds = {name: tuple((made.shape, made.dtype) for made in op.results) for name, op in last.items()}
     if len(set(kinds.values())) == len(kinds) or _has_effects(run):
         return []
-    leads = {op.name: {op.name} & last.keys() for op in run}  # to which of these an op leads
+    leads = {op.name: {op.name} & last.keys() for op in run}  # the results that depend on an op
     for op in reversed(run):
         for name in op.operands:
             if name in maker:
@@ -117,12 +119,12 @@ def _alike(run: Sequence[Op], read: Counter[str]) -> list[_Part]:
 
 
 def _makers(run: Sequence[Op]) -> dict[str, str]:
-    """Who makes a value of a run."""
+    """The op that produces each value of a run."""
     return {made.name: op.name for op in run for made in op.results}
 
 
 def _has_effects(run: Sequence[Op]) -> bool:
-    """Whether ops have an order of their own: by the generator, or by what is written."""
+    """Whether ops must keep their order: they draw random numbers or write in place."""
     return any(row_of(op).random or any(writes(op)) for op in run)
 
 

@@ -1,5 +1,4 @@
-"""Padding: a dim that the mesh does not divide, or whose rows are not aligned in products of matrices, is made longer
-throughout the program, and what is true comes out the same.
+"""Padding: lengthens dims that the mesh does not divide, or that misalign matrix products, without changing results.
 
     parameter wte [101, 8]                         parameter wte [104, 8]      stored as [101, 8]
     x = embedding(wte, words)             ->       x = embedding(wte, words)
@@ -7,9 +6,9 @@ throughout the program, and what is true comes out the same.
     l = cross_entropy_loss(y, targets)             l = cross_entropy_loss(y, targets)
     output logits = y                              output logits = y           returned as [.., 101]
 
-What is padded together is a group (`padding_groups`). Parameters whose whole dim it is have their true shapes outside of the
-program only, in storage, checkpoints and for optimizers, and so have outputs. Others, in which it is a part of a dim, as six
-heads of width 8 are of 48 rows, the program pads itself:
+Dims that are padded together form a group (`padding_groups`). If it is a whole dim of a parameter, the parameter has its true
+shape only outside of the program: in storage, in checkpoints and for optimizers; so have outputs. If it is a part of a dim, as
+six heads of width 8 are of 48 rows, the program itself pads the parameter:
 
     q = linear(x, wq)                     ->       w = reshape(constant_pad_nd(reshape(wq, [6, 8, 16]), ...), [64, 16])
     h = reshape(q, [4, 6, 8])                      q = linear(x, w)
@@ -48,7 +47,7 @@ class PaddingExtent(Enum):
     """How much of a program is padded: nothing, the whole dims of parameters that products in half precision read, where the
     device multiplies aligned matrices faster, those that the mesh does not divide, or heads that are parts of dims too.
 
-    Parts of a dim that is split are stored as torch splits it: to be aligned too, they would have to be longer than those.
+    Parts of a split dim are stored as torch splits it; to be aligned too, they would have to be longer than that.
     """
 
     NONE = "none"
@@ -57,7 +56,7 @@ class PaddingExtent(Enum):
     PARTS = "parts of dims"
 
     def rooms(self, program: Program, mesh: Mesh) -> Rooms:
-        """The shapes that are padded on a mesh, for its device."""
+        """The padded shapes on a mesh, for its device."""
         if self is PaddingExtent.ALIGNED:
             aligns = mesh.device is not None and mesh.device.aligns
             return rooms(program, (ALIGNMENT // HALF,), multiplied=True) if aligns else {}
@@ -67,8 +66,8 @@ class PaddingExtent(Enum):
 def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False, multiplied: bool = False) -> dict[str, Shape]:
     """The shapes in which every whole dim of a parameter that can be padded has room for equal parts (`longer`).
 
-    With `parts` those of attention too, whose heads are parts of dims: then parameters are padded in every step. With
-    `multiplied` only dims along which matrices are multiplied in half precision.
+    With `parts` also those of attention, whose heads are parts of dims: then parameters are padded in every step. With
+    `multiplied` only dims of matrix products in half precision.
     """
     walk, found, seen = GroupFinder(program), dict[str, Shape](), set[tuple[str, int]]()
     taken = set[str]()  # the computed values of groups: each may be padded in one dim
@@ -91,7 +90,7 @@ def rooms(program: Program, sizes: Sequence[int], *, parts: bool = False, multip
 
 
 def _halves(op: Op) -> bool:
-    """Whether it multiplies matrices in half precision as they lie in memory."""
+    """Whether an op multiplies matrices in half precision as stored in memory."""
     return row_of(op).flops is contraction and op.results[0].dtype.itemsize == HALF
 
 
@@ -105,8 +104,8 @@ def _seeds(program: Program, parts: bool) -> Iterator[tuple[str, int]]:
 
 
 def longer(size: int, sizes: Sequence[int]) -> int:
-    """The length at which a dim has equal parts on an axis that does not divide it, and still on those that do: the one that
-    needs most room, of those that take no more than `MOST`.
+    """The length at which a dim has equal parts on an axis that does not divide it, and on those that do: the largest one
+    within `MOST`.
 
     The dim's own size where there is none.
 
@@ -119,9 +118,9 @@ def longer(size: int, sizes: Sequence[int]) -> int:
 
 
 def padded(step: TrainingStep, rooms: Rooms) -> TrainingStep:
-    """The step with these values of its program, and all that is tied to them, padded.
+    """The step with these values of its program, and all dims tied to them, padded.
 
-    Raises LayoutError for one that cannot be padded so.
+    Raises LayoutError for one that cannot be padded like this.
     """
     if not rooms:
         return step
@@ -212,7 +211,7 @@ def _mask(op: Op, bias: Argument, scores: Kind, rewriter: Rewriter) -> Ref:
 def _beside(
     op: Op, name: str, args: tuple[Argument, ...], rewriter: Rewriter, kwargs: Keywords = (), form: str = "default"
 ) -> Ref:
-    """A further op at the place of `op`, in a module of its own: the ops of the model keep their names."""
+    """An additional op next to `op`, in its own module, so that the model's ops keep their names."""
     module = f"{op.module}.padding".lstrip(".")
     (ref,) = rewriter.emit(f"aten.{name}.{form}", args, kwargs, module=module, source=op.source)
     return ref

@@ -20,8 +20,8 @@ PASSES: tuple[Callable[[Program], Program], ...] = (
 
 
 def normalise(program: Program) -> Program:
-    """The program in normal form: canonical ops, known causal masks, gathers within samples, plain attention, means as
-    quotients, no dead code, what sets of words order in order of use, and caches that are written in place.
+    """Normalise the program: canonical ops, known causal masks, gathers within samples, plain attention, means as quotients, no
+    dead code, an order that does not depend on hash seeds, and caches written in place.
     """
     for rewrite in PASSES:
         program = rewrite(program)

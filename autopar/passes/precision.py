@@ -1,4 +1,4 @@
-"""Precision: a model that computes in half precision over parameters in float32, and inputs in another dtype than the model's.
+"""Precision: computing in half precision over float32 parameters, and inputs in another dtype than the model's.
 
 "fp32", "bf16", "fp16"        the model is captured as `model.to(dtype)` would be; floating inputs are cast on arrival
 "bf16-mixed", "fp16-mixed"    parameters, their gradients and the optimizer's state stay float32; see `mixed`
@@ -92,7 +92,7 @@ def mixed(program: Program, reduce: torch.dtype | None = None, half: torch.dtype
 
 
 class _Mixed:
-    """One rewriting; all names are the new program's unless an op says them."""
+    """One rewrite; names are the new program's, except those in an old op."""
 
     def __init__(self, old: Program, reduce: torch.dtype | None, half: torch.dtype) -> None:
         self.half = half
@@ -127,9 +127,9 @@ class _Mixed:
         self.real |= {self._now(result.name) for result in op.results}
 
     def _returned(self, target: str, args: tuple[Argument, ...], kwargs: Keywords) -> Kind | tuple[Kind, ...] | None:
-        """What an operator returns; None if it rejects mixed dtypes, or has no meta kernel.
+        """The result types of an operator; None if it rejects mixed dtypes, or has no meta kernel.
 
-        Those of other libraries than torch, whose fake implementations need not look at dtypes, are taken to reject them.
+        Operators of other libraries, whose fake implementations need not check dtypes, are assumed to reject them.
         """
         dtypes = {self.values[ref.name].dtype for ref in refs((*args, *(argument for _, argument in kwargs)))}
         if not aten(target) and sum(dtype.is_floating_point for dtype in dtypes) > 1:
@@ -200,6 +200,6 @@ def _single(value: Value) -> bool:
 
 
 def _huge(op: Op, half: torch.dtype) -> bool:
-    """Whether an op has a number that a dtype cannot hold."""
+    """Whether an op has a constant that a dtype cannot represent."""
     limit = torch.finfo(half).max
     return any(isinstance(argument, float) and abs(argument) > limit for argument in (*op.args, *dict(op.kwargs).values()))

@@ -17,7 +17,7 @@ _DULL = {"pin_memory": (None, False), "layout": (None, torch.strided), "memory_f
 
 
 def simplify(program: Program) -> Program:
-    """Drop ops that change nothing, and write views, casts and fills in one way.
+    """Drop ops that change nothing, and normalise views, casts and fills to one spelling.
 
         a = view(x, [-1, 4])              a = reshape(x, [8, 4])
         b = contiguous(a)
@@ -125,7 +125,7 @@ def _spell(op: Op, program: Program, rewriter: Rewriter) -> None:
 
 
 def _made(op: Op) -> tuple[tuple[str, Argument], ...]:
-    """The keywords of an op that makes a tensor out of nothing."""
+    """The keywords of an op that creates a tensor."""
     device = bound(op).get("device")
     return (("dtype", op.results[0].dtype), ("device", torch.device("meta") if device is None else device))
 

@@ -8,9 +8,9 @@ They are those of `analysis.regions`, which end with blocks, cut further
     before a parameter that the region has read      a module that runs again, as the only layer of ALBERT does
     between two matrix products                      where no more bytes pass than where the region begins or ends
 
-so that stages are more equal than whole blocks allow: of 32 blocks, and a head that is nearly as dear as two, four ranks have
-about 8 1/2 blocks each. `fine_starts` cuts between any two matrix products. None cuts between what reads a buffer and what
-writes it, which is one stage's.
+so that stages are more balanced than whole blocks allow: with 32 blocks, and a head nearly as expensive as two, four ranks have
+about 8 1/2 blocks each. `fine_starts` cuts between any two matrix products. No cut separates the reader and the writer of a
+buffer, which must be in one stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.passes.microbatches import AHEAD
 
 @remembered
 def stage_starts(program: Program) -> tuple[int, ...]:
-    """The place of the first op of each region. For other sizes they may be others."""
+    """The index of each region's first op. It may differ for other sizes."""
     ends, passing = frozenset(regions(program)), passing_bytes(program)
     wide = sorted({0, *(end + 1 for end in ends), *_read_again(program, ends, passing)})
     narrow = (place for first, stop in itertools.pairwise(wide) for place in _narrow(program, first, stop, passing))
@@ -39,8 +39,9 @@ def stage_starts(program: Program) -> tuple[int, ...]:
 
 @remembered
 def fine_starts(program: Program) -> tuple[int, ...]:
-    """The places at which a stage can begin if it may receive more bytes: also where the fewest pass between any two matrix
-    products of a region."""
+    """The places where a stage can begin if it may receive more bytes: also where the fewest bytes pass between any two matrix
+    products of a region.
+    """
     starts = stage_starts(program)
     between = (_between(program, first, stop) for first, stop in itertools.pairwise((*starts, len(program.ops))))
     return tuple(sorted({*starts, *itertools.chain.from_iterable(between)} - of_one_stage(program)))
@@ -110,7 +111,7 @@ def _between(program: Program, first: int, stop: int) -> Iterator[int]:
 
 @remembered
 def passing_bytes(program: Program, *, back: bool = False) -> list[Bytes]:
-    """How many bytes are sent from a stage to the next if that begins with an op, for each of them; or `back`, as gradients."""
+    """For each op, how many bytes a stage that begins there receives from the previous one; or sends `back`, as gradients."""
     again, last = made_again(program), dict[str, int]()
     for place, op in enumerate(program.ops):
         if op.name not in again:
@@ -130,9 +131,9 @@ def passing_bytes(program: Program, *, back: bool = False) -> list[Bytes]:
 def made_again(program: Program) -> frozenset[str]:
     """The ops that a stage runs for itself if it needs them: their results are not sent.
 
-    They make views and casts of parameters, or depend on inputs and buffers alone, draw and write nothing and have no gradient.
-    All of the latter are, whatever they cost: what reads no parameter is masks, positions and counts, made of inputs in less
-    time than a message takes.
+    They make views and casts of parameters, or depend only on inputs and buffers, draw and write nothing and have no gradient.
+    All of the latter count, whatever their cost: ops that read no parameter make masks, positions and counts from inputs in
+    less time than a message takes.
     """
     derived, found = weights(program), set()
     written = {name for op in program.ops for name in writes(op)}

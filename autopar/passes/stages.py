@@ -1,4 +1,4 @@
-"""Pipeline stages: a program cut into programs that run one after the other, each on ranks of its own.
+"""Pipeline stages: cuts a program into programs that run one after the other, each on its own ranks.
 
     program                         stage 0                   stage 1                     stage 2
     h = embedding(w, t)             h = embedding(w, t)       input t, h                  input t, h, b
@@ -33,10 +33,10 @@ from autopar.passes.stage_regions import made_again
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The program of one stage, whose names are those of the whole.
+    """The program of one stage, with the names of the whole.
 
-    Its inputs are those of the whole that it reads, then what it has `received` from the stage before it. Its outputs are what
-    is `sent` to the stage behind it, under the values' names, or those of the whole in the last stage.
+    Its inputs are those of the whole that it reads, then the values `received` from the previous stage. Its outputs are the
+    values `sent` to the next stage, under their names, or those of the whole in the last stage.
     """
 
     program: Program
@@ -45,14 +45,14 @@ class Stage:
 
 
 def cut(program: Program, starts: Sequence[int], hoisted: Program | None = None) -> tuple[Stage, ...]:
-    """The stages of a program that begin with these ops.
+    """Cut a program into the stages that begin at these ops.
 
     Args:
         program: in normal form; of one micro-batch, where a step has several.
-        starts: places of ops, increasing, the first one 0.
-        hoisted: what computes the last inputs of the program: a stage stores the buffers that those are made of which it reads.
+        starts: indices of ops, increasing, the first one 0.
+        hoisted: the graph of the program's last inputs: a stage stores the buffers behind those that it reads.
 
-    Raises ConstraintError for starts that are not, and where a buffer that one stage writes is read by another.
+    Raises ConstraintError for invalid starts, and if one stage writes a buffer that another reads.
     """
     if list(starts) != sorted(set(starts)) or list(starts[:1]) != [0] or starts[-1] >= len(program.ops):
         raise ConstraintError(
@@ -64,7 +64,7 @@ def cut(program: Program, starts: Sequence[int], hoisted: Program | None = None)
 
 
 def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """The stages that read each parameter which several read; their gradients are to be added up."""
+    """The stages that read each shared parameter, whose gradients must be summed."""
     users: dict[str, list[int]] = {}
     for place, stage in enumerate(stages):
         for held in stage.program.parameters:
@@ -73,7 +73,7 @@ def shared_parameters(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 
 class _Cutter:
-    """`stage_of` holds the stage of each op by name, but not of those that each stage makes again for itself."""
+    """Cuts a program; `stage_of` has the stage of each op by name, except of those that every stage repeats for itself."""
 
     def __init__(self, program: Program, starts: Sequence[int], hoisted: Program | None) -> None:
         self.program, self.count = program, len(starts)

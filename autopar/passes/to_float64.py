@@ -1,4 +1,4 @@
-"""Double precision: the program that verification runs."""
+"""Converts a program to double precision, for verification."""
 
 from __future__ import annotations
 

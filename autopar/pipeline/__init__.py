@@ -1,1 +1,1 @@
-"""Pipeline parallelism as arithmetic: schedules, the time that they take, and which regions each stage has."""
+"""Pipeline parallelism as arithmetic: schedules, their times, and the regions of each stage."""

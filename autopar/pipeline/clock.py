@@ -1,11 +1,11 @@
-"""The time of a step by a pipeline schedule: the longest path through its actions and messages, exactly.
+"""The exact time of a step under a pipeline schedule: the longest path through its actions and messages.
 
-    an action starts when its rank has ended the one before it, and what it needs is there;
-    a message starts when its action has ended, and the one before it from the same rank to the same rank is there;
-    a rank ends its step with what it does once: sums of gradients, the optimizer.
+    an action starts when its rank has ended the previous one, and its inputs are there; a message starts when its action has
+    ended, and the previous one between the same two ranks has arrived; a rank ends its step with the work done once: sums of
+    gradients, the optimizer.
 
-A rank goes on while its messages are under way. Stages may differ, and so may messages. Between stages of one rank nothing is
-sent.
+A rank continues while its messages are under way. Stages may differ, and so may messages. Nothing is sent between stages of one
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ONCE = 5
 class StageSeconds:
     """Seconds that a stage takes for one micro-batch, and once a step.
 
-    A backward makes the gradient of the input and those of the weights; where the schedule has it in one piece it takes both.
+    A backward makes the gradients of the input and of the weights; if the schedule does not split it, it takes both.
     `activations` is the message to the next stage, `gradients` the one to the previous stage.
     """
 
@@ -49,16 +49,16 @@ class StageSeconds:
 
     @property
     def busy(self) -> float:
-        """What the rank computes for one micro-batch."""
+        """The computing seconds per micro-batch."""
         return self.forward + self.backward_input + self.backward_weight
 
     @property
     def without_messages(self) -> StageSeconds:
-        """The stage, if nothing is sent."""
+        """The stage without its messages."""
         return replace(self, activations=0.0, gradients=0.0)
 
     def times(self, share: float) -> StageSeconds:
-        """A stage with so many times the work, and the same messages."""
+        """The stage with so many times the work, and the same messages."""
         return replace(
             self,
             forward=share * self.forward,
@@ -82,7 +82,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedAction:
-    """An action, or the message that a SEND stands for, with when it starts and stops, in seconds from the step's beginning."""
+    """An action, or the message of a SEND, with its start and stop in seconds from the beginning of the step."""
 
     action: Action
     start: float
@@ -91,9 +91,9 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimeline:
-    """A step in time: what each rank computes, and the messages that it sends, both in order.
+    """The timeline of a step: what each rank computes, and the messages that it sends, both in order.
 
-    `idle` is how long each rank neither computes nor does what it does once; `seconds` the length of the step.
+    `idle` is how long each rank does nothing; `seconds` is the length of the step.
     """
 
     seconds: float
@@ -103,13 +103,15 @@ class PipelineTimeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the step for which ranks are idle, in the mean."""
+        """The mean share of the step for which ranks are idle."""
         return sum(self.idle) / (len(self.idle) * self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """An action with what decides its time: `need` is the place of what it needs, `arrives` whether that is a message."""
+    """An action with what determines its time: `need` is the index of the action that it depends on, `arrives` whether by a
+    message.
+    """
 
     action: Action
     rank: int
@@ -121,7 +123,7 @@ class _Row:
 
 
 class Clock:
-    """Times one schedule, again and again for other stages: which action follows which does not depend on seconds.
+    """Times one schedule for many sets of stages: the order of actions does not depend on seconds.
 
     Raises ConstraintError for a schedule that hangs.
     """
@@ -160,9 +162,10 @@ class Clock:
         return max(free)
 
     def critical(self, stages: Sequence[StageSeconds]) -> tuple[float, Counts]:
-        """Seconds of a step, and how often each of the seconds of each stage is on its critical path, `[stages, fields]`.
+        """Seconds of a step, and how often each field of each stage is on its critical path, `[stages, fields]`.
 
-        The seconds of other stages, as often, are the length of a path through the same actions: no step of these is shorter.
+        Weighted by these counts, the seconds of other stages are the length of a path through the same actions: a lower bound
+        on their step.
         """
         start, stop, sent, _, free = self._run(stages)
         counts, rank = np.zeros((len(stages), _ONCE + 1)), free.index(max(free))
@@ -184,7 +187,7 @@ class Clock:
         return max(free), counts
 
     def run(self, stages: Sequence[StageSeconds]) -> PipelineTimeline:
-        """The step in time; one entry per stage."""
+        """The timeline of the step; one entry per stage."""
         start, stop, sent, arrived, free = self._run(stages)
         ranks = range(len(self.schedule.ranks))
         computed: list[list[TimedAction]] = [[] for _ in ranks]
@@ -228,33 +231,33 @@ class Clock:
 
 @functools.lru_cache(maxsize=32)
 def clock_of(schedule: PipelineSchedule) -> Clock:
-    """The clock of a schedule, kept until many others were asked for; raises ConstraintError for one that hangs."""
+    """The clock of a schedule, from a bounded cache; raises ConstraintError for one that hangs."""
     return Clock(schedule)
 
 
 def _slot(action: Action) -> int:
-    """The place of an action's stage and kind among those of all stages."""
+    """The index of an action's stage and kind among those of all stages."""
     return action.stage * len(_KINDS) + _KINDS.index(action.kind)
 
 
 def receiver(action: Action, stages: int) -> int:
-    """The stage that needs what an action makes; -1 if it is the action's own, or none."""
+    """The stage that needs an action's result; -1 if it is the action's own, or none."""
     if action.kind == ActionKind.FORWARD:
         return action.stage + 1 if action.stage < stages - 1 else -1
     return action.stage - 1 if action.kind != ActionKind.BACKWARD_WEIGHT else -1
 
 
 def send(action: Action) -> Action:
-    """The action that sends what a computing action makes."""
+    """The action that sends a computing action's result."""
     kind = ActionKind.SEND_F if action.kind == ActionKind.FORWARD else ActionKind.SEND_B
     return Action(stage=action.stage, kind=kind, microbatch=action.microbatch)
 
 
 def least_seconds(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> float:
-    """What a step takes at least, by the stages that are known, from the first on: the time of no order of work is below it.
+    """A lower bound on a step from the known stages, first ones on, for every order of work.
 
-    Stage s begins when the first micro-batch has come through those before it, and does all its work; then it does what it
-    does once, and, where backwards are in one piece, the last micro-batch goes back through those before it.
+    Stage s begins when the first micro-batch has passed the stages before it, and does all its work, then the work done once;
+    if backwards are not split, the last micro-batch also goes back through the stages before it.
     """
     there = back = least = 0.0
     for one in stages:

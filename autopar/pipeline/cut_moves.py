@@ -1,7 +1,7 @@
-"""Cuts of a program into stages, improved by moves that are bounded before they are timed.
+"""Improves the cuts of a program into stages by local moves, each bounded before it is timed.
 
 The critical path of a step has a number of forwards, backwards and messages of each stage. For other cuts it is a path through
-the same actions, if not the longest one: with the paths k of all cuts that were timed, and t the seconds of their stages,
+the same actions, though perhaps not the longest: with the paths k of all timed cuts, and t the seconds of stages,
 
     T(cuts) >= max_k sum_s counts[k, s] . t[start_s, stop_s]
 
@@ -10,8 +10,8 @@ which is Kelley's cutting-plane model of a convex function ("The cutting-plane m
     run     neighbouring cuts are moved by as many regions: one stage hands them to another, past those in between
     pair    two runs, neither of which changes a stage that the other one does; of the `PAIRED` runs of the least bounds
 
-What has the least bound is timed, a pair only where no run has one that is below the best time. If the step is shorter the cuts
-are moved, and else there is one more path; until no move has a bound below the best time.
+The move of least bound is timed, a pair only if no run has a bound below the best time. If the step is shorter the cuts are
+moved, else there is one more path; until no move has a bound below the best time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moves:
-    """What stages take that end, or begin, or do both, so many regions further on, less what they take.
+    """The change in each stage's seconds if it ends, begins, or does both, so many regions further on.
 
-    `more` is `[3, shifts, stages, fields]`, and `fits` which of them may be stages.
+    `more` is `[3, shifts, stages, fields]`, and `fits` tells which of them may be stages.
     """
 
     more: _Floats
@@ -48,14 +48,14 @@ class _Moves:
 def improved(
     clock: Clock, tables: Sequence[StageTable], cuts: Cuts, *, more: int = 0, simulations: int = 1000
 ) -> tuple[float, Cuts, int]:
-    """The seconds of a step by cuts that no move makes shorter, these cuts, and how many were timed.
+    """Improve cuts until no move makes the step shorter; returns its seconds, the cuts, and how many were timed.
 
     Args:
         clock: of the schedule.
         tables: what each stage may be.
-        cuts: where stages begin, and where the last one ends, to begin with.
-        more: micro-batches that a step has beyond those of the schedule, in its steady state.
-        simulations: after which the best so far is not improved any more.
+        cuts: the initial cuts: where stages begin, and where the last one ends.
+        more: micro-batches of a step beyond those of the schedule, in its steady state.
+        simulations: the number of simulations after which the search stops.
     """
     return _Descent(clock, tables, more).run(cuts, simulations)
 
@@ -81,7 +81,7 @@ class _Descent:
         return best, cuts, timed
 
     def _time(self, cuts: Cuts) -> float:
-        """The seconds of a step, whose critical path is kept."""
+        """The seconds of a step; records its critical path."""
         stages = [table.stage(*ends) for table, ends in zip(self.tables, itertools.pairwise(cuts), strict=True)]
         seconds, counts = self.clock.critical(stages)
         pace, rank = paced(self.clock, stages)
@@ -90,7 +90,7 @@ class _Descent:
         return seconds + self.more * pace
 
     def _least(self, cuts: Cuts, below: float) -> Cuts | None:
-        """The cuts of the move that has the least bound, if that is below what is known."""
+        """The cuts of the move with the least bound, if that is below the best known."""
         if not len(self.first):
             return None
         lengths, added, fits = self._bounds(cuts)
@@ -112,7 +112,7 @@ class _Descent:
         return self._moved(cuts, [int(order[one]), int(order[other])]) if both[one, other] < below else None
 
     def _moved(self, cuts: Cuts, moves: Sequence[int]) -> Cuts:
-        """The cuts after moves, each a place among the shifts of all runs."""
+        """The cuts after moves, each an index among the shifts of all runs."""
         found = np.array(cuts)
         for move in moves:
             shift, run = divmod(move, len(self.first))
@@ -149,12 +149,12 @@ class _Descent:
 
 
 def _weighed(counts: _Floats, seconds: _Floats) -> _Floats:
-    """The sum over fields of seconds as often as these are counted, rounded alike on all machines."""
+    """The sum over fields of counts times seconds, rounded alike on all machines."""
     return sum((counts[..., one] * seconds[..., one] for one in range(counts.shape[-1])), start=np.zeros(()))
 
 
 def paced(clock: Clock, stages: Sequence[StageSeconds]) -> tuple[float, int]:
-    """The rank with most to do for a micro-batch, which sets the pace of a steady state: its seconds, and which it is."""
+    """The rank with the most work per micro-batch, which sets the pace of the steady state: its seconds, and its index."""
     busy = [0.0] * len(clock.schedule.ranks)
     for stage, one in enumerate(stages):
         busy[clock.schedule.rank_of[stage]] += one.busy

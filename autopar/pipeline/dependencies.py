@@ -1,4 +1,4 @@
-"""What the actions of a schedule need of each other, and whether they can all run.
+"""Dependencies between the actions of a schedule, and whether all of them can run.
 
 0F0 -> 1F0 -> 2F0 -> 2B0 -> 1B0 -> 0B0        B may be I, which is followed by a W of the same stage
 """
@@ -24,12 +24,12 @@ _MADE = {
 
 
 def made(action: Action) -> StageProduct:
-    """What an action makes that others may need."""
+    """An action's result, which others may need."""
     return _MADE[action.kind], action.stage, action.microbatch
 
 
 def needed(action: Action, stages: int) -> StageProduct | None:
-    """What an action needs that does not follow from it by other actions; None for a forward of stage 0."""
+    """The direct dependency of an action; None for a forward of stage 0."""
     stage, k = action.stage, action.microbatch
     match action.kind:
         case ActionKind.FORWARD:
@@ -41,7 +41,7 @@ def needed(action: Action, stages: int) -> StageProduct | None:
 
 
 def check(schedule: PipelineSchedule) -> None:
-    """Raise ConstraintError unless each action is there once, each stage on one rank, and no rank waits forever.
+    """Raise ConstraintError unless each action occurs once, each stage is on one rank, and no rank waits forever.
 
     A step has for every stage and micro-batch one F, and either one B or one I and one W. The forwards of a stage are in the
     order of the micro-batches, in which outputs are joined; backwards are in any order.

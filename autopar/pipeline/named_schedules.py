@@ -1,4 +1,4 @@
-"""The pipeline schedules that have names, for any number of ranks and micro-batches.
+"""The named pipeline schedules, for any number of ranks and micro-batches.
 
 With p ranks, m micro-batches and stages of equal time (f forward, b = i + w backward) without messages, a step takes
 

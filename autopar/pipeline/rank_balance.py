@@ -1,4 +1,4 @@
-"""Cuts by which the ranks of a pipeline have about equal work, where a rank may have several stages.
+"""Cuts that give pipeline ranks about equal work, if a rank may have several stages.
 
 With w_r the work of rank r, the largest of them counts. sum_r w_r^8 is made small in its place, which tells partitions of one
 largest work apart. The cuts within a run of stages of different ranks are chosen anew, exactly, by dynamic programming over

@@ -1,4 +1,4 @@
-"""A pipeline schedule: per rank the actions that it runs, in order, in the notation of torch.distributed.pipelining.
+"""A pipeline schedule: the ordered actions of each rank, in the notation of torch.distributed.pipelining.
 
     0F0,0F1,0B0,0B1        rank 0: forwards of stage 0 on micro-batches 0 and 1, then their backwards
     1F0,1B0,1F1,1B1        rank 1

@@ -1,4 +1,4 @@
-"""Which regions each stage has: contiguous parts of the program, so that the step by a given schedule is shortest.
+"""Searches for the cut of a program into contiguous stages with the shortest step under a given schedule.
 
 With f, i, w the seconds of a stage's forward and the halves of its backward, d = i + w (i where the schedule has halves), a and
 g its messages forward and backward, o what it does once, m micro-batches, and whatever order each rank works in,

@@ -1,4 +1,4 @@
-"""What each stage may be that is made of contiguous regions of a program."""
+"""A table of all possible stages made of contiguous regions of a program."""
 
 from __future__ import annotations
 

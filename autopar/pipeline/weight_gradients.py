@@ -1,4 +1,4 @@
-"""When a rank makes the gradients of weights that its schedule defers (W): where it would wait, by the seconds of its stages.
+"""Places deferred weight gradients (W) where a rank would otherwise wait, by the seconds of its stages.
 
 A schedule with a name has each W where it fits if F, I and W take equally long. They do not, and stages differ; but a W follows
 its I and nothing waits for it, so that it may come at any later time. Here each rank has its F and I in the order of the

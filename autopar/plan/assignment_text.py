@@ -1,6 +1,6 @@
-"""Assignments as the text that a plan keeps (`describe`), and back (`resolve`).
+"""Converts assignments to the text that a plan keeps (`describe`), and back (`resolve`).
 
-Text is for files and for other ranks: the process that planned emits its assignment as it is.
+The text serves files and other ranks: the process that planned emits its assignment directly.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def describe(
 
 
 def paddings(step: TrainingStep) -> dict[str, str]:
-    """What a step pads, as a plan has it."""
+    """The padding of a step, in a plan's notation."""
 
     def shape_text(shape: tuple[int, ...]) -> str:
         return " x ".join(map(str, shape))
@@ -106,9 +106,9 @@ def paddings(step: TrainingStep) -> dict[str, str]:
 
 
 def as_planned(plan: Plan, program: Program) -> TrainingStep:
-    """The step of a captured program as the plan has it: in micro-batches, and padded.
+    """The step of a captured program with the micro-batches and padding of a plan.
 
-    Raises PlanError if the plan pads what cannot be padded so.
+    Raises PlanError if the program cannot be padded like this.
     """
     step = microbatches(program, plan.microbatches)
     try:
@@ -120,7 +120,7 @@ def as_planned(plan: Plan, program: Program) -> TrainingStep:
 
 
 def _room(line: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with the padding that a line of a plan adds to it; the dims that it does not pad may have other sizes."""
+    """A shape with the padding that a line of a plan adds to it; dims without padding may have other sizes."""
     true, wide = ([int(size) for size in part.split(" x ")] for part in line.split(" -> "))
     if any(a != b and not size == a < b <= a * (1 + MOST) for size, a, b in zip(shape, true, wide, strict=True)):
         raise ValueError(f"{line!r} is more padding than a plan has, or of another size")
@@ -128,7 +128,7 @@ def _room(line: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_step(plan: Plan, step: TrainingStep) -> None:
-    """Raise PlanError if a plan was made for another program, or for other micro-batches or padding of it."""
+    """Raise PlanError if a plan was made for another program, or for another number of micro-batches or other padding."""
     if plan.hash != step.hash:
         raise PlanError(
             "the plan was made for another model or sample",
@@ -139,9 +139,9 @@ def check_step(plan: Plan, step: TrainingStep) -> None:
 
 
 def resolve(plan: Plan, step: TrainingStep, fits: Mapping[str, OpSharding | None]) -> Assignment:
-    """The assignment that a plan's text denotes for a step.
+    """Parse a plan's text into an assignment for a step.
 
-    Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
+    Raises PlanError if the plan was made for another program, or if an entry does not fit.
     """
     check_step(plan, step)
     program = step.program
@@ -172,7 +172,7 @@ def resolve(plan: Plan, step: TrainingStep, fits: Mapping[str, OpSharding | None
 
 
 def _what(error: Exception) -> str:
-    """What is wrong with an entry of a plan."""
+    """The problem with an entry of a plan, in words."""
     match error:
         case AutoparError():
             return error.what
@@ -202,7 +202,7 @@ class _Reader:
         return self._layouts[shape, line]
 
     def stored(self, name: str, shape: tuple[int, ...], line: str) -> Layout:
-        """The layout of what is given or returned: I and S; H and D of parameters, on the axis of memories."""
+        """The layout of an input, parameter or output: I and S; for parameters also H and D, on the memory axis."""
         layout = self.layout(name, shape, line)
         parameters = {p.value.name for p in self.program.parameters}
         elsewhere = [state for state in layout if state in AWAY]
@@ -224,7 +224,7 @@ class _Reader:
             yield step
 
     def recompute(self, allowed: Set[str]) -> RecomputeChoice:
-        """What is recomputed or offloaded: only ops that are `allowed` to, and only conversions that are on a route."""
+        """What is recomputed or offloaded: only `allowed` ops, and only conversions that are on a route."""
         ops: set[str] = set()
         steps: set[tuple[str, Conversion]] = set()
         offload: set[tuple[str, Layout]] = set()
@@ -246,7 +246,7 @@ class _Reader:
 
 
 def _check(program: Program, assignment: Assignment) -> None:
-    """Every layout that is wanted is produced or reached by a route."""
+    """Check that every layout that is used is produced, or reached by a route."""
     wants: dict[str, list[tuple[str, Layout]]] = {name: [] for name in program.values}
     for op in program.ops:
         for operand, layout in zip(op.operands, assignment.ops[op.name].operands, strict=True):

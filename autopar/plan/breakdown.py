@@ -1,4 +1,4 @@
-"""The cost breakdown of a plan: the figures that it was priced with, and where its seconds and bytes go.
+"""The cost breakdown of a plan: the parameters that it was priced with, and where its seconds and bytes go.
 
 step_time    =  compute (forward and backward of every op) + conversions + optimizer + the plan's collectives - hidden
 peak_memory  =  the sum of `memory`, at `moment`
@@ -20,7 +20,7 @@ OWN_ROWS = "own rows"  # sorted by each rank alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostParameter:
-    """A number that prices rest on, in `unit`: "B", "B/s", "s", "op/s" or none.
+    """A parameter of the prices, in `unit`: "B", "B/s", "s", "op/s" or none.
 
     `of` is "device", "optimizer", "budget", "accuracy" (how far predicted steps were from measured ones) or a mesh axis.
     """
@@ -34,7 +34,7 @@ class CostParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What takes memory at a moment: a value, or an op for what autograd keeps inside it; `count` of its like together."""
+    """An allocation at a moment: of a value, or of an op, for what autograd saves inside it; `count` equal ones together."""
 
     kind: str
     name: str
@@ -47,10 +47,10 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelGroup:
-    """Kernels of one kind on one device: the seconds that they compute in a step, what is recomputed included.
+    """Kernels of one kind on one device: their seconds in a step, recomputation included.
 
-    Of these they would take `at_peak` if their operations ran at the device's peak, and `at_bandwidth` if what they read and
-    write moved at its memory's bandwidth.
+    They would take `at_peak` if their operations ran at the device's peak, and `at_bandwidth` if all that they read and write
+    moved at its memory bandwidth.
     """
 
     name: str
@@ -61,11 +61,11 @@ class KernelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A step as the simulator runs it, with messages beside what is computed; in seconds on one device.
+    """A step as the simulator runs it, with messages overlapping computation; in seconds on one device.
 
-    `seconds` is what is computed, `slowdown` by messages beside it, and `exposed`: waiting for messages. No schedule takes less
-    than any of these: `at_peak`, in which all devices at their peaks do the products of the model; `memory`, in which the
-    plan's `kernels` read and write; `links`, what each axis sends. A step has so many `samples` and `tokens`, 0 where unknown.
+    `seconds` = computing + its `slowdown` by overlapping messages + `exposed` waiting for messages. Three lower bounds hold for
+    every schedule: `at_peak`, the model's products on all devices at their peaks; `memory`, the reads and writes of the plan's
+    `kernels`; `links`, the messages of each axis. `samples` and `tokens` are those of a step, 0 where unknown.
     """
 
     seconds: Seconds
@@ -79,42 +79,42 @@ class SimulatedStep:
 
     @property
     def computing(self) -> Seconds:
-        """What is computed, where nothing is sent beside it."""
+        """Computing, without the slowdown by overlapping messages."""
         return self.seconds - self.exposed - self.slowdown
 
     @property
     def memory(self) -> Seconds:
-        """What the memory's bandwidth takes for all that the kernels read and write."""
+        """The time for all reads and writes of the kernels at the memory bandwidth."""
         return sum(group.at_bandwidth for group in self.kernels)
 
     @property
     def rates(self) -> dict[str, float]:
-        """Samples and tokens per second, of those that are known."""
+        """Samples and tokens per second, where known."""
         return self.rates_in(self.seconds)
 
     def rates_in(self, seconds: Seconds) -> dict[str, float]:
-        """Samples and tokens per second of a step that takes so long."""
+        """Samples and tokens per second of a step of this length."""
         counts = {"samples/s": self.samples, "tokens/s": self.tokens}
         return {unit: count / seconds for unit, count in counts.items() if count and seconds}
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the devices' peaks that the model's products take of the step."""
+        """Model FLOPs utilization: the time of the model's products at the devices' peaks, as a share of the step."""
         return self.at_peak / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostBreakdown:
-    """What a plan's totals are made of, in seconds of one step and bytes on one device.
+    """The parts of a plan's totals, in seconds of one step and bytes on one device.
 
-    `compute` is op -> (forward, backward) for ops that take time, `recompute` op -> its forward once more, for the backward;
-    `offload` value -> its way to the host and back; `conversions` counts slices, pads and copies that are not collectives, and
-    what micro-batches share; `hidden` is what the step does not take of its collectives, because it computes
-    beside them. `runs` and `stored` say in words what is split, one entry per axis: what a person calls the dim
-    ("out-features"), else "whole", "repeated" (its gradient in addends), "addends", "host" or "disk". `runs` has the ops that
-    use parameters and the well-known ones; `stored` the parameters, "input:" and the name of an argument, "output:" and the
-    name of a result. `tied` is every other name of a parameter -> its own, `copies` a copy of a parameter in another dtype ->
-    that parameter. `host` and `disk` have the bytes there by what they are for: of one device, at the end of a backward.
+    `compute` is op -> (forward, backward) for ops that take time, `recompute` op -> repeating its forward for the backward;
+    `offload` value -> its copies to the host and back; `conversions` counts slices, pads and copies that are not collectives,
+    and what micro-batches share; `hidden` is the time of collectives that overlaps with computation. `runs` and `stored` say in
+    words what is split, one entry per axis: the usual name of the dim ("out-features"), else "whole", "repeated" (its gradient
+    in addends), "addends", "host" or "disk". `runs` has ops that use parameters, and well-known ops; `stored` has the
+    parameters, "input:" and the name of an argument, "output:" and the name of a result. `tied` is every other name of a
+    parameter -> its own, `copies` a copy of a parameter in another dtype -> that parameter. `host` and `disk` have the bytes
+    stored there, by purpose: of one device, at the end of a backward.
     """
 
     cost_parameters: tuple[CostParameter, ...]
@@ -147,7 +147,7 @@ class CostBreakdown:
 
     @property
     def recomputed(self) -> Seconds:
-        """Recomputing in the backward what was not kept."""
+        """Recomputing in the backward what the forward did not keep."""
         return sum(self.recompute.values())
 
     @property
@@ -157,5 +157,5 @@ class CostBreakdown:
 
     @property
     def local(self) -> Seconds:
-        """All that is not a collective."""
+        """Everything except collectives."""
         return self.forward + self.backward + self.recomputed + self.offloaded + self.conversions + self.optimizer

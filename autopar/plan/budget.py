@@ -25,7 +25,7 @@ UNITS = {
 
 
 def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
-    """Bytes per device: a number, a text such as "80GB" or "24GiB", or by default 90% of the mesh's device.
+    """Bytes per device: a number, a string such as "80GB" or "24GiB", or by default 90% of the mesh's device.
 
     Raises BudgetError for anything else.
     """
@@ -36,9 +36,9 @@ def parse_bytes(budget: Bytes | str | None, mesh: Mesh) -> Bytes:
 
 
 def byte_count(budget: object, what: str, *, per: str = "device", least: Bytes = 1) -> Bytes:
-    """Bytes as a number, or as a text such as "80GB" or "24GiB".
+    """Parse bytes: a number, or a string such as "80GB" or "24GiB".
 
-    Raises BudgetError for anything else, and for fewer than `least`; it names `what` the bytes are, and `per` what.
+    Raises BudgetError for anything else, and for fewer than `least`; the error says `what` the bytes are, and `per` what.
     """
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?i?B?)\s*", budget)

@@ -1,4 +1,4 @@
-"""What a plan says must fit together, so that it can be printed, compared and read: the check of a plan from a file."""
+"""Checks that a plan from a file is consistent, so that it can be printed, compared and read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ AWAY = {"H", "D"}  # on the host, on the disk
 
 
 def check(plan: Plan) -> None:
-    """Raise ValueError, with the first thing that is wrong, for a plan that says what no plan does."""
+    """Raise ValueError, with the first problem found, for an inconsistent plan."""
     if wrong := next(_wrong(plan), None):
         raise ValueError(wrong)
 
 
 def _wrong(plan: Plan) -> Iterator[str]:
-    """What is wrong, in words."""
+    """The problem in words."""
     axes, found = plan.axes, plan.breakdown
     if not axes or not len(set(axes)) == len(axes) == len(plan.sizes) == len(plan.links):
         yield "mesh needs different axes, and a size and a link for each"
@@ -68,7 +68,7 @@ def _wrong(plan: Plan) -> Iterator[str]:
 
 
 def _conversion(step: str, axes: int) -> bool:
-    """Whether a text may be that of a conversion; entries of other axes may differ too, in the order of splits."""
+    """Whether a text may denote a conversion; entries of other axes may differ too, in the order of splits."""
     sides = [[entry.strip() for entry in side.split(",")] for side in step.split(" -> ")]
     if [len(side) for side in sides] != [axes, axes]:
         return False
@@ -77,7 +77,7 @@ def _conversion(step: str, axes: int) -> bool:
 
 
 def _wrong_stages(plan: Plan) -> Iterator[str]:
-    """What is wrong with a pipeline and its stages, in words."""
+    """The problem with a pipeline and its stages, in words."""
     found = plan.pipeline
     if found is None:
         yield "stages are of a pipeline"
@@ -110,6 +110,6 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
 
 
 def _without(plan: Plan, axis: str, stage: Plan) -> bool:
-    """Whether a stage's mesh is the plan's without the pipeline's axis; that of a pipeline alone is one device."""
+    """Whether a stage's mesh is the plan's without the pipeline's axis; without another axis it is one device."""
     rest = [(name, size) for name, size in zip(plan.axes, plan.sizes, strict=True) if name != axis]
     return [*zip(stage.axes, stage.sizes, strict=False)] == (rest or [(axis, 1)])

@@ -1,10 +1,10 @@
-"""One declaration of how a model is parallel, in the words of the mesh, strategies and options that exist.
+"""Translates one declaration of how a model is parallel into a mesh, a strategy and options.
 
     {"parallel": {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, "zero": 1}, 16 devices
 
     ->  mesh (pipeline=2, data=2, row=2, column=2), strategy "zero1+2d", pipeline "pipeline"
 
-What is left out is searched, or takes what the others leave: data's size does.
+Whatever is left out is searched, or follows from the rest, as the size of data does.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ NOUNS = {"2d": "a square", "2.5d": "depth x a square", "3d": "a cube"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """A declaration in the words of `autopar.plan`: the mesh, unless only options were declared, and options by name."""
+    """A declaration as arguments of `autopar.plan`: the mesh, unless only options were declared, and options by name."""
 
     mesh: Mesh | AutoMesh | None
     options: Mapping[str, object]
 
 
 def read_declaration(config: Mapping[str, object], world: int, *, own_mesh: bool = False) -> Declaration:
-    """A declaration for a world of devices; with `own_mesh` the caller has a mesh, and the declaration may hold options only.
+    """Read a declaration for a number of devices; with `own_mesh` the caller has a mesh, and only options may be declared.
 
-    Raises ConstraintError for what is not known, has the wrong type or contradicts itself, and MeshError for sizes that do not
-    fit each other or the world.
+    Raises ConstraintError for unknown keys, wrong types and contradictions, and MeshError for sizes that do not fit each other
+    or the number of devices.
     """
     _check("the declaration", config, KEYS)
     zero = _choice("zero", config.get("zero", AUTO), ZERO, "0, 1, 2, 3 or 'auto'")
@@ -81,7 +81,7 @@ def read_declaration(config: Mapping[str, object], world: int, *, own_mesh: bool
 
 
 def _open_mesh(said: object, parallel: Mapping[str, object], world: int) -> AutoMesh:
-    """The mesh whose shape is searched. Raises ConstraintError for another word, and for sizes beside it."""
+    """The mesh whose shape is searched. Raises ConstraintError for any word but "auto", and if sizes are given as well."""
     if said != AUTO:
         what = f"mesh is {said!r} in the declaration"
         raise ConstraintError(what, fix=f'{AUTO!r}, which searches its shape; sizes are those of parallel: {{"tensor": 4}}')
@@ -92,7 +92,7 @@ def _open_mesh(said: object, parallel: Mapping[str, object], world: int) -> Auto
 
 
 def _stages_of(parallel: Mapping[str, object]) -> dict[str, object]:
-    """The options of the stages on a mesh whose shape is searched."""
+    """The pipeline options for a mesh whose shape is searched."""
     said = parallel.get("pipeline", 1)
     table = said if isinstance(said, Mapping) else {"size": said}
     if table.get("size") not in (1, AUTO):
@@ -102,7 +102,7 @@ def _stages_of(parallel: Mapping[str, object]) -> dict[str, object]:
 
 
 def _pipeline(said: object, world: int) -> tuple[int, dict[str, object]]:
-    """The size of the pipeline's axis, 1 where there is none or its size is searched, and the options of its stages."""
+    """The size of the pipeline's axis, 1 if there is none or its size is searched, and the options of its stages."""
     table = said if isinstance(said, Mapping) else {"size": said}
     _check("parallel.pipeline", table, PIPELINE)
     if "size" not in table:
@@ -121,7 +121,7 @@ def _pipeline(said: object, world: int) -> tuple[int, dict[str, object]]:
 def _axes(
     parallel: Mapping[str, object], data: int | str, zero: str, sharding: bool, world: int, pipeline: int
 ) -> tuple[dict[str, int], str]:
-    """The axes of data and tensor that a pipeline leaves, and the strategy over them."""
+    """The data and tensor axes on the devices that the pipeline leaves, and the strategy over them."""
     rest, table = world // pipeline, parallel.get("tensor", {})
     if not isinstance(table, Mapping):
         table = {} if table == AUTO else {"size": table}
@@ -134,7 +134,7 @@ def _axes(
             f"parallel.tensor.mode is {mode!r}", close=_close(mode, MODES), fix=f"one of {', '.join([*MODES][1:])}"
         )
     if depth is not None and mode != "2.5d":
-        raise ConstraintError(f"parallel.tensor.depth is of mode '2.5d', not {mode!r}", fix="leave depth out")
+        raise ConstraintError(f"parallel.tensor.depth is only for mode '2.5d', not {mode!r}", fix="leave depth out")
     if not table and data == AUTO and not sharding:
         return _searched(rest), AUTO
     left = rest if table else 1
@@ -158,7 +158,7 @@ def _axes(
 
 
 def _mode_sizes(mode: str, size: int, depth: object, rest: int) -> dict[str, int]:
-    """The sizes of a mode's own axes. Raises MeshError for a size that the mode does not have."""
+    """The sizes of a tensor mode's axes. Raises MeshError for a size that the mode does not support."""
     names = mode_axes(mode)
     if mode == "2.5d" and depth is None:
         raise ConstraintError(
@@ -178,7 +178,7 @@ def _mode_sizes(mode: str, size: int, depth: object, rest: int) -> dict[str, int
 
 
 def _fitting(devices: int, mode: str, depth: object) -> list[int]:
-    """The sizes of tensor that divide so many devices and that a mode has."""
+    """The tensor sizes that divide so many devices and that a mode supports."""
 
     def has(size: int) -> bool:
         match mode:
@@ -194,7 +194,7 @@ def _fitting(devices: int, mode: str, depth: object) -> list[int]:
 
 
 def _searched(devices: int) -> dict[str, int]:
-    """Two axes, as even as they can be, in which devices may be used in any way: the outer is no longer than the inner."""
+    """Two axes, as even as possible, for an unrestricted search: the outer is no longer than the inner."""
     outer = max(size for size in _divisors(devices) if size * size <= devices)
     return {"outer": outer, "inner": devices // outer} if outer > 1 else {"device": devices}
 
@@ -210,7 +210,7 @@ def _unfit(what: str, devices: int, fits: Iterable[int]) -> MeshError:
 
 
 def _check(where: str, table: Mapping[str, object], keys: Mapping[str, tuple[type, ...]]) -> None:
-    """Raise ConstraintError for a key that is not known, or a value of another type."""
+    """Raise ConstraintError for an unknown key, or a value of the wrong type."""
     for key, value in table.items():
         if key not in keys:
             raise ConstraintError(f"{where} has no key {key!r}", close=_close(str(key), keys), fix=f"one of {', '.join(keys)}")
@@ -223,7 +223,7 @@ def _check(where: str, table: Mapping[str, object], keys: Mapping[str, tuple[typ
 
 
 def _close(key: str, known: Iterable[str]) -> str | None:
-    """What may have been meant."""
+    """A suggestion: the closest known key."""
     found = difflib.get_close_matches(key, list(known), n=1)
     return f"did you mean {found[0]!r}?" if found else None
 

@@ -1,4 +1,4 @@
-"""A declaration in a file: TOML, JSON, or YAML where PyYAML is installed. Data, never executed."""
+"""Reads a declaration from a file: TOML, JSON, or YAML if PyYAML is installed. It is data, never executed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 
 def load_declaration(config: object) -> Mapping[str, object]:
-    """What a declaration says: itself if it is a mapping, else what the file at this path holds.
+    """Load a declaration: a mapping is returned as it is, a path is read.
 
-    Raises ConstraintError for a file that is not there, cannot be read, or is a Python file.
+    Raises ConstraintError for a file that is missing, cannot be read, or is a Python file.
     """
     if isinstance(config, Mapping):
         return config
@@ -42,7 +42,7 @@ def load_declaration(config: object) -> Mapping[str, object]:
 
 
 def _parse(suffix: str, text: str) -> object:
-    """Raises ValueError for text that is not of the format."""
+    """Parse a text; raises ValueError if it is not of the format."""
     if suffix == ".toml":
         return files.parse_toml(text)
     if suffix == ".json":

@@ -1,4 +1,4 @@
-"""Options as the public functions are given them: keywords, the mesh, and a declaration, checked before anything is planned."""
+"""Checks the arguments of the public functions (keywords, mesh, declaration) before anything is planned."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from autopar.search_space import schemes
 def declared(
     mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
 ) -> tuple[object, dict[str, object]]:
-    """The mesh that is planned for and the options, with those of a declaration.
+    """The mesh to plan for and the options, merged with a declaration.
 
-    Raises ConstraintError for what both say, and MeshError where nothing says how many devices there are.
+    Raises ConstraintError for options that both give, and MeshError if neither says how many devices there are.
     """
     found, asked = declared_mesh(mesh, config, devices, options)
     if isinstance(mesh, str) and found == AutoMesh(1) and devices is None and not started():
@@ -33,7 +33,7 @@ def declared(
 def declared_mesh(
     mesh: object, config: Mapping[str, object] | str | Path | None, devices: int | None, options: dict[str, object]
 ) -> tuple[object, dict[str, object]]:
-    """The mesh and the options, with those of a declaration. Raises ConstraintError for what both say."""
+    """The mesh and the options, merged with a declaration. Raises ConstraintError for options that both give."""
     if isinstance(mesh, str) and mesh == AUTO:
         config, mesh = {"mesh": AUTO, **load_declaration({} if config is None else config)}, None
     if config is None and devices is None:
@@ -65,7 +65,7 @@ UNSAID = ("constraints", "dynamic", "microbatches", "assume", "optimizer", *OF_S
 
 
 def options_of(options: Mapping[str, object]) -> dict[str, object]:
-    """Keyword options as `Options` has them; raises TypeError for one that does not exist, as a wrong keyword does."""
+    """Convert keywords to `Options`; raises TypeError for an unknown one, as Python does for a wrong keyword."""
     known = set(Options.__dataclass_fields__)
     if wrong := set(options) - known:
         raise TypeError(f"unexpected keyword argument {sorted(wrong)[0]!r}; the options are {', '.join(sorted(known))}")
@@ -89,14 +89,14 @@ def options_of(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise PlanError for what is neither a plan nor None."""
+    """Raise PlanError for anything but a plan or None."""
     if not isinstance(plan, Plan | None):
         fix = "autopar.plan(...), or autopar.Plan.load(path) for a saved one"
         raise PlanError(f"plan is a {type(plan).__name__}", fix=fix)
 
 
 def asked_options(options: Mapping[str, object], plan: Plan | None) -> Options:
-    """The options that are given, beside a plan if there is one. Raises PlanError for one that the plan was not made with."""
+    """The given options, perhaps together with a plan. Raises PlanError for one that the plan was not made with."""
     given = options_of(options)
     asked = Options(**given)  # type: ignore[arg-type]
     if plan is not None:
@@ -105,7 +105,7 @@ def asked_options(options: Mapping[str, object], plan: Plan | None) -> Options:
 
 
 def _check_mode(options: Mapping[str, object]) -> None:
-    """Raise ConstraintError for a mode that is not known, and for what is of training beside inference."""
+    """Raise ConstraintError for an unknown mode, and for training options in inference."""
     mode = options.get("mode", TRAINING)
     if mode not in MODES:
         raise ConstraintError(f"mode={mode!r} is not known", fix=" or ".join(map(repr, MODES)))
@@ -116,7 +116,7 @@ def _check_mode(options: Mapping[str, object]) -> None:
     wrong += ["strategy"] if str(strategy).partition("+")[0] in schemes.OF_TRAINING else []
     if wrong:
         raise ConstraintError(
-            f"{wrong[0]}={options[wrong[0]]!r} is of training, and mode={mode!r} computes no gradients",
+            f"{wrong[0]}={options[wrong[0]]!r} is for training, but mode={mode!r} computes no gradients",
             fix=OF_GRADIENTS if wrong[0] == "strategy" else f"leave {wrong[0]}= out",
         )
 

@@ -30,14 +30,14 @@ TRAINING, INFERENCE = MODES = "training", "inference"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user may ask of a plan; `budget` is bytes per device, a text like "80GB", or None for 90% of the device.
+    """The user's options for a plan; `budget` is bytes per device, a string such as "80GB", or None for 90% of the device.
 
     `mode` is "training" or "inference", which computes no gradients; `microbatches` is their number in a step, or "auto";
-    `pipeline` is the mesh axis that has `stages`, which run by a `schedule`; `recompute` is a name of
-    `analysis.recompute_policy`; `offload` says what may go to the host and the disk (`planning.memories`), which may
-    store `host_memory` and `disk_memory` bytes in each node, the disk in the folder `disk`; `cost_model` prices the step, by
-    default from the catalog; `time_limit` is in seconds, by default none; `static` names inputs that are constants, `assume`
-    says what lines of forward ask; `compiled` is whether torch.compile runs it, by which kernels are priced.
+    `pipeline` is the mesh axis of the `stages`, which run by a `schedule`; `recompute` is a name of
+    `analysis.recompute_policy`; `offload` says what may go to the host and the disk (`planning.memories`), which may store
+    `host_memory` and `disk_memory` bytes per node, the disk in the folder `disk`; `cost_model` prices the step, by default from
+    the catalog; `time_limit` is in seconds, by default none; `static` names inputs that are constants, `assume` answers
+    conditions in forward; `compiled` prices kernels as torch.compile generates them.
     """
 
     device: str | Device | None = None
@@ -68,12 +68,12 @@ class Options:
 
     @property
     def assumptions(self) -> Assumptions:
-        """What capture may take for granted."""
+        """The assumptions that capture may make."""
         return Assumptions(static=self.static, assume=self.assume, inference=self.mode == INFERENCE)
 
     @property
     def stepped(self) -> Optimizer:
-        """The optimizer that steps; in inference one that keeps nothing. Raises InputError for a name that is not known."""
+        """The optimizer that steps; in inference one without state. Raises InputError for an unknown name."""
         if self.mode == INFERENCE:
             return NONE
         if isinstance(self.optimizer, torch.optim.Optimizer) or callable(self.optimizer):
@@ -81,7 +81,7 @@ class Options:
         return optimizers.optimizer(self.optimizer)
 
     def text(self) -> dict[str, str]:
-        """The options as a plan keeps them; what was left to default is empty."""
+        """The options as a plan stores them; defaults are empty."""
         return {
             "strategy": self.strategy,
             "optimizer": "" if self.mode == INFERENCE else self.stepped.name,
@@ -108,7 +108,7 @@ class Options:
 
     @staticmethod
     def read(texts: Mapping[str, str], **others: object) -> Options:
-        """The options that texts of `text` say; those without a text, and what is empty, are left to default."""
+        """Parse the options that `text` wrote; missing and empty ones keep their defaults."""
         found: dict[str, object] = {name: text for name, text in texts.items() if text and name != "constraints"}
         pairs = [entry.rpartition(": ") for entry in texts.get("constraints", "").split("; ") if entry]
         if (runs := texts.get("microbatches", "")).isdecimal():
@@ -131,9 +131,9 @@ class Options:
         return Options(constraints={name: layout for name, _, layout in pairs}, **found, **others)  # type: ignore[arg-type]
 
     def check_plan(self, plan: Plan, said: Collection[str]) -> None:
-        """Raise PlanError for an option among those `said` that the plan was not made with; "auto" says nothing.
+        """Raise PlanError for an option among those `said` that the plan was not made with; "auto" matches anything.
 
-        Options that mean the same are the same, however they are spelled: budgets of "80GB" and "80 GB", say.
+        Spelling does not matter: budgets of "80GB" and "80 GB" are the same.
         """
         asked = {**self.text(), "mode": self.mode, "microbatches": str(self.microbatches)}
         found = {"mode": TRAINING, **plan.options, "microbatches": str(plan.microbatches)}
@@ -143,15 +143,15 @@ class Options:
             made_with = (found.get(name) or "", plan.options.get(name) or "")
             if asked[name] not in ("", AUTO) and not any(_same(name, asked[name], text) for text in made_with):
                 raise PlanError(
-                    f"{name}={asked[name]!r} is asked for, and the plan was made with another",
+                    f"{name}={asked[name]!r} is given, but the plan was made with another",
                     plan=f"{name}={found[name]!r}" if found.get(name) else f"without {name}=",
                     fix=f"leave {name}= out, or plan again with it",
                 )
 
     def under(self, plan: Plan | None) -> Options:
-        """The options with the mode and precision of a plan that was made before, and what it assumes.
+        """The options with the mode, precision and assumptions of an existing plan.
 
-        Others will not fit it.
+        Others would not fit it.
         """
         found = plan.options if plan else {}
         kept = Options.read({name: found.get(name, "") for name in ("static", "assume")})
@@ -174,7 +174,7 @@ def _bytes(what: str) -> Callable[[str], object]:
 
 
 def _entries(text: str) -> frozenset[tuple[str, str]]:
-    """The entries of a mapping in any order, without blanks in what they say."""
+    """The entries of a mapping regardless of order, with blanks removed."""
     parted = (entry.rpartition(": ") for entry in text.split("; "))
     return frozenset((name, said.replace(" ", "")) for name, _, said in parted)
 
@@ -193,7 +193,7 @@ MEANINGS: Mapping[str, Callable[[str], object]] = {  # what is compared of optio
 
 
 def _same(name: str, asked: str, made_with: str) -> bool:
-    """Whether two texts of an option mean the same. Raises BudgetError for a text that is no number of bytes."""
+    """Whether two texts of an option mean the same. Raises BudgetError for an invalid number of bytes."""
     meaning = MEANINGS.get(name, str)
     return asked == made_with or meaning(asked) == meaning(made_with)
 

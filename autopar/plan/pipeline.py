@@ -1,4 +1,4 @@
-"""The pipeline of a plan: where a program is cut into stages, by which schedule they run, and what crosses the cuts."""
+"""The pipeline of a plan: where the program is cut into stages, the schedule that they run by, and what crosses the cuts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autopar.pipeline.schedule import ActionKind, PipelineSchedule, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value that `stage` sends to the next one for every micro-batch, in this layout; so many bytes from each rank.
+    """A value that `stage` sends to the next one for every micro-batch, in this layout; `bytes` from each rank.
 
-    Its gradient, if it has one, comes back in as many.
+    Its gradient, if it has one, comes back with as many bytes.
     """
 
     value: str
@@ -28,11 +28,11 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The stages of a plan over the mesh axis `axis`, by a schedule of this name: a line of actions per rank of the axis.
+    """The stages of a plan over the mesh axis `axis`, with the named schedule: a line of actions per rank of the axis.
 
-    Stage s begins with the op at `starts[s]` of the program, of the module `modules[s]`, and takes `seconds[s]`. Parameters
-    that several stages read are `tied`: each of these stages stores them, in one layout. A rank of the axis holds at most its
-    entry of `memory`, which is less than its stages at their own peaks.
+    Stage s begins at op `starts[s]` of the program, in the module `modules[s]`, and takes `seconds[s]`. Parameters that several
+    stages read are `tied`: each of these stages stores them, in the same layout. `memory` is the peak of each rank of the axis,
+    which is less than the sum of its stages' own peaks.
     """
 
     axis: str
@@ -47,12 +47,12 @@ class Pipeline:
 
     @functools.cached_property
     def order(self) -> PipelineSchedule:
-        """The schedule. Raises ConstraintError for lines that are none."""
+        """The schedule. Raises ConstraintError for lines that are not one."""
         return parse("\n".join(self.ranks))
 
     @functools.cached_property
     def timeline(self) -> PipelineTimeline:
-        """The step in time, by the exact clock."""
+        """The timeline of the step, by the exact clock."""
         return Clock(self.order).run(self.seconds)
 
     def in_flight(self, stage: int) -> int:
@@ -71,7 +71,7 @@ def in_flight(order: PipelineSchedule, stage: int) -> int:
 
 
 def moments(order: PipelineSchedule, stage: int) -> Iterator[StageMoment]:
-    """What a stage holds while each of its actions runs."""
+    """What a stage holds during each of its actions."""
     flights = waiting = 0
     for action in order.ranks[order.rank_of[stage]]:
         if action.stage == stage:

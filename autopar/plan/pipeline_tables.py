@@ -1,4 +1,4 @@
-"""The sections of a printed plan with a pipeline: its stages, and the schedule as a picture.
+"""The pipeline sections of a printed plan: its stages, and a picture of the schedule.
 
 rank 0  000111222333...aaaaaa...bbbbbb      forwards of micro-batches as digits, their backwards as letters; . is idle
 rank 1  ...000aaaaaa111bbbbbb......
@@ -23,7 +23,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def pipeline_tables(plan: Plan, pipeline: Pipeline) -> Iterator[Part]:
-    """The stages of a plan, what crosses between them, and the schedule in time."""
+    """The stages of a plan, what crosses between them, and the timeline of the schedule."""
     yield from _stages(plan, pipeline)
     yield ""
     yield from picture(pipeline)
@@ -63,7 +63,7 @@ def _stages(plan: Plan, pipeline: Pipeline) -> Iterator[Part]:
 
 
 def picture(pipeline: Pipeline) -> Iterator[str]:
-    """A line per rank: what it computes, from the beginning of the step to its end."""
+    """One line per rank: what it computes from the beginning of the step to its end."""
     timeline = pipeline.timeline
     for rank, computed in enumerate(timeline.computed):
         line = ["."] * WIDTH

@@ -1,4 +1,4 @@
-"""Plans: assignments as data, with what they cost. A plan is text through and through: it is validated, never executed.
+"""Plans: assignments as plain data, with their costs. A plan is text only: it is validated, never executed.
 
 choices   op -> one form per axis: "I", "R", "P 0" (the rule's first linear group), "n/512" (factor n, stride 512),
           "vocabulary/512" (a distributed form, stride of its last factor)
@@ -42,8 +42,8 @@ VERSION = 12
 class Collective:
     """One collective of a step: `bytes` is its larger buffer on one rank, `where` the forward or the backward pass.
 
-    `more` names the weights that travel with the value. Of its `seconds` the device waits `exposed`, and computes beside the
-    others, as the simulator has it.
+    `more` names the weights that travel in the same message. By the simulator the device waits for `exposed` of its `seconds`;
+    the rest overlaps with computation.
     """
 
     value: str
@@ -58,13 +58,13 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a program runs on a mesh, in so many micro-batches a step.
+    """How a program runs on a mesh, with its costs and the number of micro-batches per step.
 
     `step_time` is in seconds, `peak_memory` in bytes per device; `status` is "optimal" or "feasible", `gap` the relative
     distance of `step_time` from the proven bound.
 
     With a `pipeline` each of its `stages` has a plan of its own, for its program and the mesh without the pipeline's axis.
-    What is said of ops and values is then said there, and the breakdown is that of the stage that takes longest.
+    These hold the entries of ops and values; the breakdown here is that of the slowest stage.
     """
 
     hash: str
@@ -98,28 +98,28 @@ class Plan:
 
     @property
     def inference(self) -> bool:
-        """Whether it is of a forward alone, in which nothing has a gradient."""
+        """Whether it is a plan for inference: a forward without gradients."""
         return self.options.get("mode") == "inference"
 
     @property
     def placed(self) -> dict[str, str]:
-        """The layouts of what no op computes or what is returned: inputs, parameters, buffers and outputs."""
+        """The layouts of inputs, parameters, buffers and outputs."""
         ops = self.choices
         return {name: x for name, x in self.layouts.items() if name not in ops and name.rpartition(".")[0] not in ops}
 
     @property
     def host_memory(self) -> Bytes:
-        """Bytes that the plan has in the host's memory, for one device: what is stored there, and offloaded activations."""
+        """Bytes in the host's memory for one device: stored weights and offloaded activations."""
         return sum(self.breakdown.host.values())
 
     @property
     def disk_memory(self) -> Bytes:
-        """Bytes that the plan has on the disk for one device."""
+        """Bytes on the disk for one device."""
         return sum(self.breakdown.disk.values())
 
     @property
     def peak_reserved(self) -> Bytes:
-        """About what torch's caching allocator reserves for `peak_memory` (`plan.budget.RESERVED`); as much on a CPU."""
+        """About what torch's caching allocator reserves for `peak_memory` (`plan.budget.RESERVED`); equal to it on a CPU."""
         return self.peak_memory if cpu_named(self.device) else round(RESERVED * self.peak_memory)
 
     def to_json(self) -> str:
@@ -127,9 +127,9 @@ class Plan:
         return json.dumps({"version": VERSION, **_written(asdict(self))}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file is whole, the old or the new one, whatever fails and whoever else writes it.
+        """Write the plan as JSON, atomically: whatever fails, the file is complete, the old or the new one.
 
-        Raises PlanError for what is no path, and OSError where a plain write would.
+        Raises PlanError if `path` is not a path, and OSError where a plain write would.
         """
         files.write(_path(path), self.to_json() + "\n")
 
@@ -144,7 +144,7 @@ class Plan:
 
     @staticmethod
     def from_json(line: str, name: str = "the plan") -> Plan:
-        """The plan that a JSON text denotes. Raises PlanError if it denotes none."""
+        """Read a plan from a JSON text. Raises PlanError if it is not a plan."""
         fix = "make the plan again with autopar.plan(...).save(path)"
         try:
             if not isinstance(line, str):
@@ -164,11 +164,11 @@ class Plan:
         return plain(self.tables())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: what is printed, in lines that are not broken."""
+        """The printed plan for notebooks, in lines that do not wrap."""
         return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(str(self))}</pre>'
 
     def tables(self) -> Iterator[str | Table]:
-        """What is printed: totals with their sources, layouts of what is stored and returned, and where the step time goes."""
+        """The printed sections: totals with sources, layouts of stored and returned tensors, and where the step time goes."""
         return tables(self)
 
 
@@ -180,7 +180,7 @@ def _path(path: object) -> str | Path:
 
 
 def _written(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan, and of its stages, as its JSON has them."""
+    """The fields of a plan and its stages, as in its JSON."""
     data["mesh"] = {"axes": data.pop("axes"), "sizes": data.pop("sizes"), "links": data.pop("links")}
     for entry in data["collectives"]:
         entry["pass"] = entry.pop("where")
@@ -189,7 +189,7 @@ def _written(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(data: dict[str, Any]) -> dict[str, Any]:
-    """What a plan's JSON has as the fields of the plan and its stages; what is none of them is left as it is."""
+    """Convert a plan's JSON to the fields of the plan and its stages; anything else is left as it is."""
     if isinstance(mesh := data.pop("mesh", None), dict) and mesh.keys() == {"axes", "sizes", "links"}:
         data |= mesh
     if isinstance(sent := data.get("collectives"), list):

@@ -1,4 +1,4 @@
-"""A plan with what it says about a program: what is emitted, and what the text of a plan is read into."""
+"""A plan resolved against its program: what code generation emits, and what reading a plan's text returns."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class ResolvedPlan:
 
     @property
     def step(self) -> TrainingStep:
-        """The step, in micro-batches and padded, that the plan is for."""
+        """The step that the plan is for, in micro-batches and padded."""
         return self.analysis.step
 
     @property
     def program(self) -> Program:
-        """The program that the assignment speaks of."""
+        """The program that the assignment refers to."""
         return self.analysis.program
 
 
 def read_plan(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan:
     """Read the text of a plan for the captured program of the whole batch.
 
-    Raises PlanError if the plan was made for another program, or in stages, or if an entry of it does not fit.
+    Raises PlanError if the plan was made for another program, has pipeline stages, or has an entry that does not fit.
     """
     if plan.pipeline:
         what = "the plan has a pipeline, whose stages are read one by one"

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as training steps of their own, and their plans with what these say about them."""
+"""The stages of a pipeline as training steps of their own, with their resolved plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ResolvedPipeline:
 
 
 class StageSteps:
-    """The steps of the stages that a step is cut into, one after the other: each is told what it receives, and how."""
+    """Makes the steps of the stages one after the other: each is given what it receives, and in which layouts."""
 
     def __init__(self, step: TrainingStep, starts: Sequence[int]) -> None:
         hoisted, program = step.loop.hoisted if step.loop else None, step.program
@@ -42,8 +42,9 @@ class StageSteps:
         self.hoisting = {name for op in (hoisted.ops if hoisted else ()) for name in op.operands}
 
     def made(self, place: int, layouts: Mapping[str, Layout], flights: int = 1, repeats: int = 1) -> TrainingStep:
-        """The step of a stage, by the layouts in which the one before it sends, the micro-batches in flight, and as how many
-        all of them count where it is priced."""
+        """The step of a stage, given the layouts in which the previous one sends, the number of micro-batches in flight, and
+        the number that prices assume for all of them.
+        """
         stage, last = self.stages[place], place == len(self.stages) - 1
         before = (op.name for earlier in self.stages[:place] for op in earlier.program.ops)
         ends = StageEnds(
@@ -58,12 +59,12 @@ class StageSteps:
         return TrainingStep(program=stage.program, loop=loop, padding=padding, stage=ends)
 
     def _padding(self, program: Program, *, last: bool) -> tuple[tuple[str, Shape], ...]:
-        """The padding of parameters, and of the outputs of the last stage: what stages send to each other keeps its padding."""
+        """The padding of parameters, and of the last stage's outputs: values sent between stages keep their padding."""
         ends = {held.value.name for held in program.parameters} | {output.value for output in program.outputs if last}
         return tuple((name, shape) for name, shape in self.step.padding if name in ends)
 
     def _loop(self, program: Program) -> MicrobatchLoop | None:
-        """The loop over the micro-batches; what is hoisted out of it comes to a stage like other inputs."""
+        """The loop over the micro-batches; a stage receives hoisted values like other inputs."""
         if self.step.loop is None:
             return None
         states = self.step.states
@@ -76,7 +77,7 @@ class StageSteps:
 
 
 def hoisting(step: TrainingStep, read: Collection[str]) -> MicrobatchLoop | None:
-    """The loop of a step that hoists no more than these of its inputs, if there is one."""
+    """A step's loop, if it has one, hoisting only these of its inputs."""
     loop = step.loop
     if loop is None or loop.hoisted is None:
         return loop
@@ -88,7 +89,7 @@ def hoisting(step: TrainingStep, read: Collection[str]) -> MicrobatchLoop | None
 
 
 def loss_of(program: Program) -> str:
-    """The value that a step differentiates: the output named "loss", or else the only scalar with a gradient.
+    """The value that a step differentiates: the output named "loss", else the only scalar with a gradient.
 
     Raises ConstraintError if there is none.
     """
@@ -105,7 +106,7 @@ def _is_scalar(program: Program, name: str) -> bool:
 
 
 def differentiated(program: Program, loss: str) -> frozenset[str]:
-    """The values on which the loss depends by a gradient."""
+    """The values through which gradients of the loss flow."""
     found = {loss}
     for op in reversed(program.ops):
         if any(result.name in found for result in op.results):
@@ -118,7 +119,7 @@ def crossing_values(program: Program, stages: Sequence[tuple[Program, Mapping[st
 
     Args:
         program: the whole one, of a micro-batch.
-        stages: of each its program, and the layouts of its outputs by path.
+        stages: the program of each, and the layouts of its outputs by path.
         mesh: that of a stage, without the pipeline's axis.
     """
     back = differentiated(program, loss_of(program))
@@ -132,7 +133,7 @@ def crossing_values(program: Program, stages: Sequence[tuple[Program, Mapping[st
 def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> ResolvedPipeline:
     """Read the text of a plan with a pipeline for the captured program of the whole batch.
 
-    With `alike` the program may differ from the planned one in dtypes and constants; the plan that is returned is for it.
+    With `alike` the program may differ from the planned one in dtypes and constants; the returned plan is for this program.
 
     Raises PlanError if the plan was made for another program, or if an entry of it does not fit.
     """
@@ -159,12 +160,12 @@ def read_pipeline(plan: Plan, program: Program, *, alike: bool = False) -> Resol
 
 
 def read_any(plan: Plan, program: Program, mesh: Mesh) -> ResolvedPlan | ResolvedPipeline:
-    """A plan, in stages or not, read for the captured program of the whole batch. Raises PlanError if it is for another one."""
+    """Read a plan, in stages or not, for the captured program of the whole batch. Raises PlanError if it is for another one."""
     return read_pipeline(plan, program) if plan.pipeline else read_plan(plan, program, mesh)
 
 
 def _check_sent(pipeline: Pipeline, program: Program, stages: Sequence[Stage], found: Sequence[ResolvedPlan]) -> None:
-    """Raise PlanError for a plan that says otherwise than its stages what they send, or which parameters they share."""
+    """Raise PlanError if a plan and its stages disagree on what they send, or on the parameters that they share."""
     known = crossing_values(program, [(one.program, one.assignment.outputs) for one in found], found[0].plan.mesh)
     sent = [{(one.value, one.stage, one.layout, one.gradient) for one in own} for own in (known, pipeline.crossings)]
     for what, wrong in (("crossings", sent[0] != sent[1]), ("tied", dict(pipeline.tied) != shared_parameters(stages))):

@@ -1,7 +1,7 @@
-"""The sections of a printed plan that need nothing but the plan: `print(plan)` and the report of `autopar.explain`.
+"""The sections of a printed plan that need only the plan, for `print(plan)` and the report of `autopar.explain`.
 
 totals    what was planned for, the step time and the memory, and the cost parameters with their sources
-layouts   the layout of everything that is stored, passed in or returned, as constraints write it
+layouts   the layouts of everything stored, passed in or returned, in the notation of constraints
 time      the step, split into compute and each kind of communication
 """
 
@@ -38,7 +38,7 @@ OF_MEMORIES = "memory: I, what is stored lies in the device's memory; H, in the 
 
 
 def tables(plan: Plan) -> Iterator[Part]:
-    """What `print(plan)` shows: totals, layouts and time; of a pipeline its stages and its schedule."""
+    """The sections of `print(plan)`: totals, layouts and time; for a pipeline its stages and schedule."""
     yield from totals(plan)
     if plan.pipeline:
         yield ""
@@ -50,7 +50,7 @@ def tables(plan: Plan) -> Iterator[Part]:
 
 
 def totals(plan: Plan) -> Iterator[Part]:
-    """What was planned for, what it costs, and the source of each cost parameter."""
+    """What the plan was made for, its costs, and the source of each cost parameter."""
     of: dict[str, list[CostParameter]] = defaultdict(list)
     for found in plan.breakdown.cost_parameters:
         of[found.of].append(found)
@@ -108,7 +108,7 @@ def totals(plan: Plan) -> Iterator[Part]:
 
 
 def simulation(step: SimulatedStep, predicted: Seconds) -> Iterator[tuple[str, str]]:
-    """What the simulator says of a step that was predicted to take so long, and the bounds that no schedule beats."""
+    """The simulator's figures for a step of this predicted length, with lower bounds for every schedule."""
     change = f" ({step.seconds / predicted - 1:+.1%})" if predicted else ""
     parts = f"{milliseconds(step.computing)} computing, {milliseconds(step.slowdown)} slowed down by messages beside it"
     yield "simulated", f"{milliseconds(step.seconds)} ms{change}: {parts}, {milliseconds(step.exposed)} waiting for messages"
@@ -120,17 +120,17 @@ def simulation(step: SimulatedStep, predicted: Seconds) -> Iterator[tuple[str, s
 
 
 def throughput(plan: Plan) -> dict[str, float]:
-    """Samples and tokens per second, of those that are known: by the simulator, or of stages by their clock."""
+    """Samples and tokens per second, where known: from the simulator, or for stages from their clock."""
     return plan.breakdown.simulated.rates if not plan.pipeline else plan.breakdown.simulated.rates_in(plan.step_time)
 
 
 def exposed(plan: Plan) -> Seconds:
-    """What the predicted step takes of its collectives' time: the rest is hidden behind compute."""
+    """The collectives' time that the predicted step waits for: the rest is hidden behind compute."""
     return seconds_of(plan.collectives) - plan.breakdown.hidden
 
 
 def mfu(plan: Plan) -> float:
-    """The share of the devices' peaks that the model's products take of a step of that length."""
+    """Model FLOPs utilization of a step of this length."""
     step = plan.breakdown.simulated
     if not plan.pipeline:
         return step.mfu
@@ -138,7 +138,7 @@ def mfu(plan: Plan) -> float:
 
 
 def proof(gap: float, among: str = "") -> str:
-    """How far a plan may be from the optimum, of all plans or `among` some.
+    """How far a plan may be from the optimum of all plans, or of those `among` which it is the best.
 
     >>> proof(0.015)
     'within 1.50% of the optimum under this cost model'
@@ -148,12 +148,12 @@ def proof(gap: float, among: str = "") -> str:
 
 
 def staged_proof(gap: float, pipeline: Pipeline) -> str:
-    """By how much a step may be faster that has the ranks, the micro-batches and the schedule of this one."""
+    """How much faster a step with the same ranks, micro-batches and schedule could be."""
     return f"other cuts and layouts by {pipeline.schedule} save at most {gap:.1%} of it, under this cost model"
 
 
 def _sourced(found: Sequence[CostParameter]) -> str:
-    """The cost parameters of one thing, each source once."""
+    """The cost parameters of one subject, each source once."""
     sources = dict.fromkeys(entry.source for entry in found)
     return f"{', '.join(map(parameter_text, found))} ({'; '.join(sources)})"
 
@@ -168,7 +168,7 @@ def parameter_text(found: CostParameter) -> str:
 
 
 def layouts(plan: Plan) -> Iterator[Part]:
-    """The layouts of inputs, parameters, buffers and outputs, repeated blocks as one."""
+    """The layouts of inputs, parameters, buffers and outputs, with repeated blocks merged."""
     table = grid("layout", *plan.axes)
     for names, layout in alike(plan.placed):
         table.add_row(folded(names), *(entry.strip() for entry in layout.split(",")))
@@ -180,9 +180,9 @@ def layouts(plan: Plan) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRow:
-    """A part of a step: what it takes, and of collectives how long the device waits for them, their number and their bytes.
+    """A part of a step: its time; for collectives also how long the device waits for them, their number and bytes.
 
-    `largest` names what takes most of them. What is `hidden` counts negative.
+    `largest` names the most expensive values. `hidden` time counts negative.
     """
 
     name: str
@@ -234,7 +234,7 @@ def time(plan: Plan) -> Iterator[Part]:
 
 
 def kernels(step: SimulatedStep) -> Iterator[Part]:
-    """What each kind of kernels takes of what is computed, and what it achieves of the device's rates."""
+    """For each kind of kernel its share of the computing time, and the share of the device's rates that it achieves."""
     if not step.kernels:
         return
     table = grid("kernels", "ms", "of the FLOPs' peak", "of the memory bandwidth", right=(1, 2, 3))
@@ -269,7 +269,7 @@ def bytes_of(entries: Iterable[Collective]) -> Bytes:
 
 
 def _largest(entries: Sequence[Collective]) -> str:
-    """The values, repeated blocks as one, that take the most time of some collectives."""
+    """The values that take the most time of some collectives, with repeated blocks merged."""
     of: dict[str, list[Collective]] = defaultdict(list)
     for entry in entries:
         of[entry.value].append(entry)

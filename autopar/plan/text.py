@@ -1,4 +1,4 @@
-"""Text for people: tables, sizes and times with their units, and one name for repeated blocks.
+"""Formats text for people: tables, sizes and times with units, and one name for repeated blocks.
 
 transformer.h.0.mlp.c_fc.weight ... transformer.h.11.mlp.c_fc.weight   ->   transformer.h.0-11.mlp.c_fc.weight
 """
@@ -22,14 +22,14 @@ WIDTH = 128  # columns of the plain text
 
 
 class Grid(Table):
-    """A table whose cells print literally, each on a line of its own."""
+    """A table whose cells print literally, each on one line."""
 
     def add_row(self, *cells: str) -> None:  # type: ignore[override]
         super().add_row(*map(printable, cells))
 
 
 def grid(*columns: str | tuple[str, ...], right: Sequence[int] = ()) -> Table:
-    """A table without rules; the columns at the places `right` are aligned right, and one may be several lines."""
+    """A table without rules; columns in `right` are aligned right, and a header may have several lines."""
     table = Grid(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for place, column in enumerate(columns):
         last = place == len(columns) - 1
@@ -49,7 +49,7 @@ def plain(parts: Iterable[Part]) -> str:
 
 
 def literal_part(part: Part) -> Part:
-    """A part as a console takes it: a text is one line, whatever names it contains; the cells of tables are literal already."""
+    """A part ready for the console: text stays on one line, whatever names it contains; table cells are literal already."""
     return printable(part) if isinstance(part, str) else part
 
 
@@ -73,7 +73,7 @@ def folded(names: Sequence[str]) -> str:
 
 
 def _ranges(parts: Sequence[str]) -> str:
-    """The one text that all parts are, or their numbers as ranges."""
+    """The text that all parts share, or their numbers as ranges."""
     if len(set(parts)) == 1:
         return parts[0]
     runs: list[list[int]] = []
@@ -99,7 +99,7 @@ def alike(entries: Mapping[str, T]) -> list[tuple[list[str], T]]:
 
 
 def by_block(names: Iterable[str]) -> list[list[str]]:
-    """Names grouped by what they are without their block numbers."""
+    """Names grouped by their text without block numbers."""
     return [group for group, _ in alike(dict.fromkeys(names, ""))]
 
 
@@ -114,7 +114,7 @@ def joined(names: Iterable[str]) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes in the largest unit that leaves a number of at least one.
+    """Format bytes in the largest unit that gives a number of at least one.
 
     >>> size_text(3 * 2**20)
     '3.00 MiB'

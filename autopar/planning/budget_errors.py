@@ -1,4 +1,4 @@
-"""Why there is no plan: constraints that leave none, or a budget into which none fits."""
+"""Explains why there is no plan: constraints that leave none, or a budget that none fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACES = {H: "host", D: "disk"}
 
 
 def impossible(found: tuple[MemoryModel, Solution] | None, limit: Bytes, options: Options) -> AutoparError:
-    """Why there is no plan: the constraints leave none, or none fits into the limit, and what is found of least memory."""
+    """The error if there is no plan: the constraints leave none, or none fits; with the least memory found."""
     if found is None:
         and_constraints, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
         return ConstraintError(

@@ -1,7 +1,7 @@
-"""The least seconds of a step by a schedule over all cuts of a program, as a linear program.
+"""A lower bound on a step under a schedule over all cuts of a program, as a linear program.
 
-Stages are free to share the work of the program, each in its own proportion of forward and backward. Its variables are what
-they take, for a micro-batch and once, and when actions start:
+Stages are free to share the work of the program, each in its own proportion of forward and backward. The variables are their
+seconds, per micro-batch and once per step, and the start times of actions:
 
     start[a] >= start[b] + seconds of b, and of what its rank runs from there to a       b before a on the same rank
     start[a] >= start[b] + seconds of b + message                                        a needs what b makes
@@ -15,8 +15,8 @@ which the rank would hold more micro-batches than it ever does by the schedule. 
 
     step >= messages + work t' + forward f' + inputs i' + once o'                        for all t', f', i', o'
 
-Of each rank the first and last `WINDOW` actions for every stage have a start: in between a steady state repeats, and the bound
-is less than 0.1% below that with all of them; of many ranks fewer have one.
+On each rank only the first and last `WINDOW` actions of every stage have a start: in between a steady state repeats, and the
+bound is less than 0.1% below that with all of them; with many ranks the window is smaller.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ Terms = Counter[int]  # by column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSums:
-    """Seconds that all stages of a step take together: for a micro-batch (`work`), for its forward, for that and the gradients
-    of what stages receive (`inputs`: F and I, where backwards come in halves), and once a step."""
+    """Total seconds of all stages of a step: per micro-batch (`work`), for its forward, for its forward and input gradients
+    (`inputs`: F and I, if backwards are split in halves), and once per step.
+    """
 
     work: Seconds
     forward: Seconds
@@ -64,7 +65,7 @@ class StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutBound:
-    """A step takes at least `messages` seconds, and so many more for each second of what its stages take together."""
+    """A lower bound on a step: `messages` seconds, plus a multiple of each of the stages' total seconds."""
 
     messages: Seconds
     work: float
@@ -73,7 +74,7 @@ class CutBound:
     once: float
 
     def seconds(self, sums: StageSums) -> Seconds:
-        """What a step takes at least in stages that take so long together."""
+        """The lower bound on a step for these total seconds of its stages."""
         timed = self.work * sums.work + self.forward * sums.forward + self.inputs * sums.inputs + self.once * sums.once
         return self.messages + timed
 
@@ -81,12 +82,12 @@ class CutBound:
 def least_of_cuts(
     schedule: PipelineSchedule, sums: StageSums, *, activations: Seconds = 0.0, gradients: Seconds = 0.0
 ) -> CutBound:
-    """The bound that is the largest one for stages that take so long together; it holds for all others too.
+    """The bound that is tightest for these total seconds of the stages; it holds for all others too.
 
     Args:
         schedule: a complete one, without messages.
-        sums: what all stages take.
-        activations, gradients: what each message between ranks takes at least.
+        sums: the total seconds of all stages.
+        activations, gradients: the least seconds of each message between ranks.
     """
     ranks, runs = len(schedule.ranks), schedule.microbatches
     mean = CutBound(messages=0.0, work=runs / ranks, forward=0.0, inputs=0.0, once=1 / ranks)
@@ -110,8 +111,9 @@ def least_of_cuts(
 
 
 class _Starts:
-    """The rows that say when actions start, and the columns: four of each stage, the step, the starts, and before each of these
-    the seconds of W that its rank has run, if it has any."""
+    """The rows on the starts of actions, and the columns: four per stage, the step, the starts, and before each start the
+    seconds of W that its rank has run, if it has any.
+    """
 
     def __init__(self, schedule: PipelineSchedule, activations: float, gradients: float) -> None:
         self.schedule, self.sent, self.matrix = schedule, (gradients, activations), Matrix()
@@ -153,7 +155,7 @@ class _Starts:
                 return Counter({column + FIRST: 1})
 
     def _follow(self, actions: list[Action]) -> None:
-        """A rank runs one action after the other, and W in between."""
+        """Add rows: a rank runs one action after the other, with W in between."""
         between, before = Terms(), None
         for action in actions:
             now = made(action)
@@ -170,8 +172,9 @@ class _Starts:
         return Counter({self.ran[product]: 1} if self.ran else {})
 
     def _defer(self, actions: list[Action], most: int) -> None:
-        """A W follows its I, as those before it, and precedes a forward with which its rank would hold more micro-batches than
-        it may."""
+        """Add rows: a W follows its I, like those before it, and precedes a forward with which its rank would hold too many
+        micro-batches.
+        """
         due, held, before = list[int](), 0, Terms()
         for action in actions:
             if made(action) in self.start:
@@ -190,7 +193,7 @@ class _Starts:
                     due.append(4 * action.stage + SECOND)
 
     def _need(self, action: Action) -> None:
-        """An action follows what makes what it needs, and its message if that is of another rank."""
+        """Add rows: an action follows the ones that it depends on, and their messages if these are on another rank."""
         need = needed(action, self.schedule.stages)
         if need is None or need not in self.start:
             return
@@ -200,7 +203,9 @@ class _Starts:
         self._no_less({self.start[made(action)]: 1}, {self.start[need]: 1, **self._takes(maker)}, message)
 
     def _end(self, actions: list[Action]) -> None:
-        """The step ends no sooner than a rank that has all left to do from an action on, and the W that it has not run."""
+        """Add rows: after each action the step lasts at least as long as the rank's remaining actions, and the W that it has
+        not run.
+        """
         left = Counter({4 * stage + ONCE: 1 for stage in {action.stage for action in actions}})
         left.update(4 * action.stage + SECOND for action in actions if action.kind == ActionKind.BACKWARD_INPUT)
         for action in reversed(actions):
@@ -210,7 +215,7 @@ class _Starts:
                 self._no_less({self.step: 1, **self._ran(made(action))}, {start: 1, **left})
 
     def _no_less(self, terms: Mapping[int, int], others: Mapping[int, int], more: float = 0.0) -> None:
-        """The sum of some columns is no less than that of others, and more."""
+        """Add a row: the sum of some columns is no less than that of others plus a constant."""
         columns = np.array([*terms, *others])
         signed = np.array([*terms.values(), *(-count for count in others.values())], dtype=np.float64)
         self.matrix.add_row(columns, signed, more, np.inf)

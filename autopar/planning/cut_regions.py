@@ -1,4 +1,4 @@
-"""The regions of a program, and where it is cut between them by what they take: of one device, or of planned stages."""
+"""Where a program is cut between its regions, by their costs on one device or in planned stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECUT = 4  # times as many, by what planned stages take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recut:
-    """Other starts of stages, which take `seconds` where the known ones take `before`, both by the same law."""
+    """New starts of stages, whose step takes `seconds`, against `before` for the known ones, by the same law."""
 
     starts: tuple[int, ...]
     seconds: Seconds
@@ -49,7 +49,9 @@ class Recut:
 
 
 class CutRegions:
-    """The regions of a program; `firsts` has the place of the first op of each, `again` what each stage runs for itself."""
+    """The regions of a program; `firsts` has the index of each one's first op, `again` the ops that every stage repeats for
+    itself.
+    """
 
     def __init__(self, program: Program, device: Device) -> None:
         self.program, self.again = program, made_again(program)
@@ -59,11 +61,13 @@ class CutRegions:
         self._balanced: dict[tuple[PipelineSchedule, int], tuple[int, ...]] = {}
 
     def module(self, start: int) -> str:
-        """The module of the op at this place."""
+        """The module of the op at this index."""
         return self.program.ops[start].name.partition(":")[0]
 
     def starts(self, paths: Sequence[object]) -> tuple[int, ...]:
-        """The first op, and those with which these modules begin. Raises ConstraintError if there are none such, in order."""
+        """The first op, and the first ops of these modules. Raises ConstraintError if they do not exist, or are out of
+        order.
+        """
         found = [0, *(self._starting(path) for path in paths)]
         for (before, after), path in zip(itertools.pairwise(found), paths, strict=True):
             if after <= before:
@@ -76,7 +80,7 @@ class CutRegions:
         return tuple(found)
 
     def _starting(self, path: object) -> int:
-        """The first op of a module, at which a stage can begin. Raises ConstraintError for another module, and what is none."""
+        """The first op of a module where a stage can begin. Raises ConstraintError for any other name."""
         if isinstance(path, str) and path and (found := self._place(path)):
             return found
         known = ", ".join(self._named())
@@ -84,7 +88,9 @@ class CutRegions:
         raise ConstraintError(f"no stage of the pipeline can begin at {path!r}", known=known, fix=fix)
 
     def _place(self, path: str) -> int:
-        """The op with which a stage begins at a module: not between what reads a buffer and what writes it; 0 if none does."""
+        """The op at which a stage that begins at a module starts, never between the reader and the writer of a buffer; 0 if
+        none.
+        """
         places = [place for place, op in enumerate(self.program.ops) if _within(op.name, path)]
         own = next((place for place in places if self.program.ops[place].name not in self.again), 0)
         region = next((place for place in places if place <= own and place in self.firsts), own)
@@ -95,7 +101,7 @@ class CutRegions:
         return of_one_stage(self.program)
 
     def _named(self) -> Iterator[str]:
-        """The modules at which stages can begin, in the order of the program; of those that begin alike the outermost."""
+        """The modules at which stages can begin, in program order; if several begin at the same op, the outermost."""
         parts = [op.name.partition(":")[0].split(".") for op in self.program.ops]
         paths = dict.fromkeys(".".join(own[: end + 1]) for own in parts for end in range(len(own)))
         found: dict[int, str] = {}
@@ -104,19 +110,21 @@ class CutRegions:
         yield from (path for place, path in sorted(found.items()) if place)
 
     def balanced(self, schedule: PipelineSchedule, more: int) -> tuple[int, ...]:
-        """The starts by which a schedule with so many micro-batches more is fastest, of regions that one device runs whole."""
+        """The starts for which the schedule, with so many more micro-batches, is fastest, at the regions' prices on one
+        device.
+        """
         if (schedule, more) not in self._balanced:
             self._balanced[schedule, more] = self._searched(schedule, more)
         return self._balanced[schedule, more]
 
     def shares(self, starts: tuple[int, ...]) -> list[float]:
-        """The part of the seconds of one device that each of the stages has which begin with these ops."""
+        """The share of one device's seconds of each of the stages that begin at these ops."""
         before = [sum(both) for both in self._before]
         whole = before[len(self.program.ops)]
         return [(before[stop] - before[start]) / whole for start, stop in itertools.pairwise((*starts, len(self.program.ops)))]
 
     def messages(self, starts: tuple[int, ...], link: Link, devices: int) -> float:
-        """What a message before each stage takes that is split over so many devices, in parts of the stage; the largest."""
+        """The largest message before a stage, split over so many devices, relative to the stage's seconds."""
         passing = passing_bytes(self.program)
         before = [sum(self._before[place]) for place in (*starts, len(self.program.ops))]
         stages = [(stop - start) / devices for start, stop in itertools.pairwise(before)]
@@ -124,8 +132,8 @@ class CutRegions:
         return max((2 * one / (stage or math.inf) for one, stage in zip(sent, stages[1:], strict=True)), default=0.0)
 
     def recut(self, schedule: PipelineSchedule, more: int, starts: Sequence[int], known: Sequence[StageSeconds]) -> Recut:
-        """The starts by which the schedule is fastest, by what planned stages take, which have other `starts`; also between any
-        two matrix products that a region has. Messages take as long for each byte as those of the plan.
+        """The starts for which the schedule is fastest, by the seconds of planned stages with other `starts`; also between any
+        two matrix products of a region. Messages take the same time per byte as those of the plan.
         """
         places, passing = [*sorted({*self._fine(), *starts}), len(self.program.ops)], passing_bytes(self.program)
         bytes_ = np.array([passing[place] for place in places], dtype=np.float64)
@@ -155,7 +163,7 @@ class CutRegions:
         return Recut(starts=tuple(places[cut] for cut in chosen[:-1]), seconds=best, before=timed(cuts)[0])
 
     def _fine(self) -> list[int]:
-        """The places at which stages may begin, but those that cut a part off which is small beside its region."""
+        """The places where stages may begin, except those that would cut off a small part of a region."""
         wide, found = sorted(self.firsts), list[int]()
         work = [sum(both) for both in self._before]
         for place in fine_starts(self.program):
@@ -167,7 +175,7 @@ class CutRegions:
         return found
 
     def _searched(self, schedule: PipelineSchedule, more: int) -> tuple[int, ...]:
-        """The best cuts; those within blocks only where they are worth it, as stages that are alike are planned once."""
+        """The best cuts; cuts within blocks only if they are worth it, since equal stages are planned once."""
         stop, ends = len(self.program.ops), {end + 1 for end in regions(self.program)}
         blocks = [first for first in self.firsts if not first or first in ends]
         within = self._roughly(schedule, more, [*self.firsts, stop])
@@ -177,8 +185,9 @@ class CutRegions:
         return within.cuts[:-1]
 
     def _roughly(self, schedule: PipelineSchedule, more: int, places: Sequence[int]) -> StagePartition:
-        """The best of the cuts before these ops by the prices of one device; where ranks have several stages, about those by
-        which they have equal work: moves would give more to the first ones, which have most in flight."""
+        """The best of the cuts before these ops by one device's prices; if ranks have several stages, near those of equal work:
+        moves would give more to the first ranks, which have most in flight.
+        """
         before = [self._before[place] for place in places]
         forward, backward = (_between(np.array(sums)) for sums in zip(*before, strict=True))
         none = np.zeros_like(forward)
@@ -199,9 +208,9 @@ class CutRegions:
         *,
         actions: int,
     ) -> tuple[StagePartition, StageTable]:
-        """The best of the cuts before these ops, and what may be a stage then; where a rank has one stage, what reads a
-        parameter if there are such: optimizers want some. `seconds` are those of a `StageTable`, and `work` what is before
-        each."""
+        """The best of the cuts before these ops. With one stage per rank a stage should read a parameter, if possible, because
+        optimizers require some. `seconds` are those of a `StageTable`, `work` the work before each op.
+        """
         read = _between(np.array([self._parameters[place] for place in places]))
         search = functools.partial(
             partition,
@@ -220,14 +229,14 @@ class CutRegions:
 
     @functools.cached_property
     def _parameters(self) -> list[int]:
-        """How many ops that no other stage runs read a parameter, or a view or cast of one, before each op and in all."""
+        """How many ops, not counting repeated ones, read a parameter or a view or cast of one, before each op and in total."""
         ops, known = self.program.ops, weights(self.program)
         reading = (op.name not in self.again and not known.isdisjoint(op.operands) for op in ops)
         return [0, *itertools.accumulate(reading)]
 
     @functools.cached_property
     def _before(self) -> list[tuple[Seconds, Seconds]]:
-        """Seconds of the forward and of the backward of all ops before each one, and of all; alike ops are priced once."""
+        """Forward and backward seconds of all ops before each one, and in total; equal ops are priced once."""
         program, priced, seconds = self._whole, dict[object, tuple[Seconds, Seconds]](), [(0.0, 0.0)]
         for op in program.ops:
             alike = signature(op, program.values), op.summed
@@ -238,19 +247,19 @@ class CutRegions:
         return seconds
 
     def _priced(self, op: Op) -> tuple[Seconds, Seconds]:
-        """Seconds of the forward and of the backward of an op, whole."""
+        """Forward and backward seconds of an op at whole shapes."""
         fitted, values = fit_of(self.program, op.name), self.program.values
         ((both,), (there,)) = op_seconds(op, fitted, [candidate(op, None, values, (INVARIANT,))], values, self._prices)
         return there, both - there
 
 
 def _between(sums: StageArray) -> StageArray:
-    """What is between each place but the last and each place, by what is before each."""
+    """The difference of a prefix sum between each place but the last and each place."""
     return sums - sums[:-1, None]
 
 
 def _simulations(schedule: PipelineSchedule, actions: int) -> int:
-    """How many steps have so many actions."""
+    """How many simulations of a step stay within the limit on actions."""
     return max(1, actions // sum(map(len, schedule.ranks)))
 
 

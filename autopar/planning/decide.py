@@ -1,10 +1,12 @@
-"""The program proposes, the simulator decides: between the plan of least price, that of all layouts where a named strategy's is
-cheaper, and, where the simulated step is longer than its price, the one that is best by sums and, if messages go over several
-axes at once, the best whose messages go over one each.
+"""The integer program proposes, the simulator decides.
+
+The proposals are the plan of least price; that of all layouts if a named strategy's is cheaper; and, if the simulated step is
+longer than its price, the best plan by sums and, if messages go over several axes at once, the best one whose messages go over
+one each.
 
 The integer program prices overlap by a law that is linear in what a region computes and sends; the simulator runs the emitted
-order, in which a message over several axes is in the way of what tensor parallelism waits for on one of them. Where it finds a
-proposal faster, that is the plan. Its `gap` stays that of the law: its own price over the bound.
+order, in which a message over several axes delays the messages that tensor parallelism waits for on one of them. If it finds a
+proposal faster, that becomes the plan. Its `gap` is still that of the law: its own price over the bound.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from autopar.solver.settings import SearchSettings
 
 
 def decided(best: Optimized, options: Options, settings: SearchSettings, stop: Stop) -> Optimized:
-    """The solution of the shortest simulated step: that of least price, or a proposal of its search, which ends here."""
+    """The solution with the shortest simulated step: the one of least price, or a proposal of its search, which ends here."""
     if settings.deadline.passed or options.strategy != AUTO:
         return best.searched
     least, longest = simulated_seconds(best), (1 + settings.simulated_gap) * solution_time(best.memory_model, best.solution)
@@ -52,14 +54,15 @@ def _fastest(simulated: Iterable[tuple[Seconds, Optimized]]) -> tuple[Seconds, O
 
 
 def simulated_seconds(found: Optimized) -> Seconds:
-    """The step of a solution as the simulator runs it."""
+    """The simulated step time of a solution."""
     chosen = assignment(found.formulated, found.solution)
     return simulated(found.memory_model.liveness, found.formulated.step_prices, chosen).seconds
 
 
 def _proposed(best: Optimized, options: Options, *, by_sums: bool) -> Iterator[Optimized]:
-    """What the search of all layouts proposes beside the best solution: its own best, if that is another, and the best by sums
-    if that is asked for, and another."""
+    """What the search of all layouts proposes besides the best solution: its own best, and if requested the best by sums, as
+    far as they differ.
+    """
     own = best.beside or best
     if best.beside is not None:
         yield _bounded(own.searched, best)
@@ -70,8 +73,9 @@ def _proposed(best: Optimized, options: Options, *, by_sums: bool) -> Iterator[O
 
 
 def _over_single_axes(best: Optimized, options: Options, settings: SearchSettings, stop: Stop) -> Iterator[Optimized]:
-    """The solution of the shortest simulated step whose messages go over one axis each; none where those of the best do, or
-    where it is proven that all take longer than the settings ask for."""
+    """The solution of the shortest simulated step whose messages go over one axis each; None if the best is one, or if all are
+    proven slower than the settings' cutoff.
+    """
     formulated = best.formulated
     routes = assignment(formulated, best.solution).routes.values()
     if any(len(step.axes) > 1 for steps in routes for step in steps):
@@ -82,7 +86,7 @@ def _over_single_axes(best: Optimized, options: Options, settings: SearchSetting
 
 
 def _bounded(found: Optimized, best: Optimized) -> Optimized:
-    """A solution with the bound of the best, which counts for all of them, where that is lower than its own."""
+    """A solution with the bound of the best one, which is valid for all, if that is lower than its own."""
     solution, bound = found.solution, best.solution.bound
     return replace(found, solution=replace(solution, bound=bound, status="feasible")) if bound < solution.bound else found
 

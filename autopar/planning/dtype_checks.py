@@ -1,10 +1,10 @@
-"""Operands whose dtypes torch refuses: tracing asks for shapes, and takes them.
+"""Finds operands whose dtypes torch rejects at run time, although tracing, which needs only shapes, accepts them.
 
     linear(x: float64[8, 64], w: float32[64, 64])     mat1 and mat2 must have the same dtype, but got Double and Float
     cross_entropy_loss(y: float32[8, 5], x: int32[8])     expected scalar type Long but found Int
 
 Torch itself is the judge: an op runs on zeros, on the CPU, with its dims as small as its rule can split them. Its dtypes are
-wrong where torch raises an error, and none where some operands have another dtype, which is then the way out.
+wrong if torch raises an error, but not if some operands have another dtype; that dtype is then the fix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Dtypes = Mapping[str, torch.dtype]
 
 
 def refuse_dtypes(program: Program, precision: str | None) -> None:
-    """Raise InputError for the first op that torch refuses for its dtypes; CaptureError where no input is to blame."""
+    """Raise InputError for the first op whose dtypes torch rejects; CaptureError if no input is to blame."""
     known = set[tuple[object, ...]]()
     for op in program.ops:
         given = [program.values[name] for name in op.operands]
@@ -44,7 +44,7 @@ def refuse_dtypes(program: Program, precision: str | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallCall:
-    """An operator of ATen and small operands, by their names."""
+    """An ATen operator with small operands, by name."""
 
     target: str
     args: tuple[Argument, ...]
@@ -54,7 +54,7 @@ class SmallCall:
 
     @staticmethod
     def of(op: Op, values: Mapping[str, Value]) -> SmallCall | None:
-        """An op with every factor of its dims as small as it can be split; None if it is another library's, or still large."""
+        """An op with every factor as small as it can be split; None if it is another library's, or still large."""
         if not op.target.startswith("aten."):
             return None
         operands, args, kwargs = [values[name].shape for name in op.operands], op.args, op.kwargs
@@ -74,7 +74,7 @@ class SmallCall:
         )
 
     def run(self, dtypes: Dtypes) -> None:
-        """Call the operator with operands of these dtypes; raises what it raises."""
+        """Call the operator with operands of these dtypes; passes on its errors."""
         operands = {name: torch.zeros(shape, dtype=dtypes[name], device="cpu") for name, shape in self.shapes.items()}
         args = tuple(substitute(argument, _on_cpu) for argument in self.args)
         kwargs = tuple((name, substitute(argument, _on_cpu)) for name, argument in self.kwargs)
@@ -83,7 +83,7 @@ class SmallCall:
             overload(self.target)(*given, **named)
 
     def refusal(self) -> str | None:
-        """What torch says against the dtypes; None if it takes them, or has no kernel for them on a CPU."""
+        """Torch's objection to the dtypes; None if it accepts them, or has no CPU kernel for them."""
         try:
             self.run(self.dtypes)
         except NotImplementedError:
@@ -94,7 +94,7 @@ class SmallCall:
         return None
 
     def takes(self, dtypes: Dtypes) -> bool:
-        """Whether torch computes with operands of these dtypes."""
+        """Whether torch accepts operands of these dtypes."""
         try:
             self.run(dtypes)
         except REFUSALS:
@@ -102,7 +102,7 @@ class SmallCall:
         return True
 
     def others(self, stored: frozenset[str]) -> Iterator[Dtypes]:
-        """Other dtypes: of one operand, or of all that have one; those that are `stored` last."""
+        """Other dtypes to try: for one operand, or for all with this dtype; `stored` ones last."""
         alike = [[name for name, dtype in self.dtypes.items() if dtype == one] for one in dict.fromkeys(self.dtypes.values())]
         groups = [*([name] for name in self.dtypes), *(names for names in alike if len(names) > 1)]
         for names in sorted(groups, key=lambda names: not stored.isdisjoint(names)):
@@ -114,7 +114,7 @@ class SmallCall:
 
 
 def _small(size: int) -> int:
-    """The least size into which a dim of this size can be split, but 1 only where others are large."""
+    """The least size into which a dim can be split, but 1 only if others are large."""
     return next((part for part in range(min(2, size), 9) if size % max(1, part) == 0), 1)
 
 
@@ -123,7 +123,7 @@ def _on_cpu(leaf: Ref | Static) -> Argument:
 
 
 def _refusal(program: Program, op: Op, said: str, right: Dtypes, precision: str | None) -> InputError | CaptureError:
-    """The error for an op that torch refuses; `right` are the dtypes that some of its operands should have."""
+    """The error for an op that torch rejects; `right` are the dtypes that some of its operands should have."""
     inputs = sorted({found for name in right for found in _inputs(program, name)})
     name, wanted = next(iter(right.items()))
     to, given = str(wanted).removeprefix("torch."), program.values[name].dtype
@@ -146,7 +146,7 @@ def _text(value: Value) -> str:
 
 
 def _inputs(program: Program, name: str) -> frozenset[str]:
-    """The inputs from which a value has its dtype; none where a parameter, too, has it."""
+    """The inputs that determine a value's dtype; none if a parameter has it too."""
     dtype, seen, pending = program.values[name].dtype, {name}, [name]
     while pending:
         op = program.producer.get(pending.pop())

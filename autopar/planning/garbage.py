@@ -1,4 +1,4 @@
-"""Garbage collection while commands plan."""
+"""Controls Python's garbage collection while commands plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 
 def collect_seldom() -> None:
-    """Have the interpreter collect garbage less often: collections over all of torch's objects would be a tenth of planning."""
+    """Collect garbage less often: collections over all of torch's objects would take a tenth of planning."""
     gc.set_threshold(100_000, 50, 1_000)
 
 

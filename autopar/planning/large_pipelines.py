@@ -1,4 +1,4 @@
-"""The search for a pipeline of a large program, which is not searched to the end: what promises most comes first.
+"""Searches for a pipeline of a large program, most promising ones first, without exhausting the space.
 
     guess      the first stage is planned with one micro-batch in flight and plenty of memory; the others are guessed from it.
                More micro-batches, or ranks, are left out when the last ones made the step longer, and fewer when more made it
@@ -8,11 +8,11 @@
     cut anew   of plans that are about as fast as the best, the stages of the one that is fastest then, by what they take
     uncut      they are planned with what they send in the layouts of the whole program, where that is cheaper
 
-Without stages a step is bounded once one number of ranks is guessed. It is planned then where its bound is below all that these
-promise, and else when stages are: most numbers of micro-batches are slower by their bound by then.
+A step without stages is bounded once one number of ranks is guessed. It is planned at once if its bound is below everything
+that stages promise, else after them: by then most numbers of micro-batches are ruled out by their bound.
 
-A time limit ends the search: what is most promising comes first, and nothing new is begun with the share of it that `solved`
-keeps for the named strategies, once there is a plan.
+A time limit ends the search: the most promising comes first, and once there is a plan nothing new starts in the share of time
+that `solved` reserves for the named strategies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REFINED = 3  # pairs of ranks and micro-batches of which all schedules are tried
 
 
 class LargePipelineSearch(PipelineTrials):
-    """The search for a pipeline of a large program: what is guessed of it, what is hoped for and what is left for the end."""
+    """The search for a pipeline of a large program: guesses, candidates that promise most, and what is left for the end."""
 
     even, hides = True, False
 
@@ -61,8 +61,9 @@ class LargePipelineSearch(PipelineTrials):
         self._bounds: list[tuple[Mesh, dict[int, Seconds]]] = []  # without stages, by micro-batches
 
     def both(self, mesh: Mesh) -> None:
-        """The number of ranks that is likely best says what stages promise: if a step without them is bounded below that, it
-        is planned next, and the other numbers are searched afterwards."""
+        """The probably best number of ranks shows what stages promise: if the bound of a step without stages is lower, that is
+        planned next, and the other numbers afterwards.
+        """
         numbers, guess = self.ways_to_cut(mesh), functools.cache(partial(self.cut, mesh))
         near = math.sqrt(numbers[-1]) if numbers else 1.0
         if numbers:
@@ -93,14 +94,15 @@ class LargePipelineSearch(PipelineTrials):
         return best
 
     def _below_floor(self, over: PipelineAxis, runs: int, products: Seconds) -> bool:
-        """Whether what is known is faster than a step of so many micro-batches can be, whose products take so long."""
+        """Whether the best known step beats the floor of a step with so many micro-batches, whose products take so long."""
         below = self.seconds <= over.floor(products, runs)
         self.fared["slower by their floor"] += below
         return below
 
     def number(self, over: PipelineAxis, runs: int) -> Seconds:
-        """What 1f1b takes if each stage holds one micro-batch at a time, as guessed by the first one; infinite if there is no
-        such plan. Stages are left for `_settle`."""
+        """The step under 1f1b if each stage holds one micro-batch at a time, guessed from the first stage; infinite if there is
+        no such plan. Stages are planned in `_settle`.
+        """
         if self.ended or (self._hoped and self.settings.deadline.passed):
             return math.inf
         schedule, count = next(forms(over.options, over.ranks))
@@ -118,7 +120,7 @@ class LargePipelineSearch(PipelineTrials):
 
     @property
     def ended(self) -> bool:
-        """Whether the deadline has come; not yet where there is no plan, and stages are hoped for that may be one."""
+        """Whether the deadline has come; not yet if there is no plan, but hoped-for stages may give one."""
         return super().ended and (self.seconds < math.inf or not self._hoped)
 
     def _climb(self, numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds]) -> tuple[Seconds, int]:
@@ -128,8 +130,9 @@ class LargePipelineSearch(PipelineTrials):
         return best, number
 
     def _settle(self) -> None:
-        """Plan what promises most until the others promise no less than is known; all schedules of some numbers, and the first
-        of the others. Where all micro-batches in flight do not fit, more of them, which are smaller, may."""
+        """Plan what promises most until nothing promises less than the best known; all schedules for some numbers, and the
+        first schedule for the others. If the micro-batches in flight do not fit, more but smaller ones may.
+        """
         tried = {(one.over, one.runs) for one in self._hoped}
         refined = 0
         while (best := self._most_promising()) is not None:
@@ -148,8 +151,9 @@ class LargePipelineSearch(PipelineTrials):
         self._hoped.clear()
 
     def _most_promising(self) -> Hope | None:
-        """What is hoped for that promises most with all that it may make again for lack of memory, of what promises less than
-        is known with a part of that. Promises are worked out only where a step without idle ranks would be the fastest."""
+        """The most promising candidate with all recomputation that a lack of memory may cause, among those that beat the best
+        known with part of it. Promises are computed only if a step without idle ranks would be the fastest.
+        """
         while not self.ended:
             least = {one: self._promised.get(one, one.busy()) for one in self._hoped}
             open_ = [one for one in self._hoped if least[one] + CHEAPEST * one.made_again() < self.seconds]
@@ -162,7 +166,7 @@ class LargePipelineSearch(PipelineTrials):
         return None
 
     def _promises(self, one: Hope) -> Callable[[ScheduledStages], bool]:
-        """Whether a step by a schedule may be faster than what is known, by what stages are hoped to take."""
+        """Whether a step under a schedule may beat the best known, by the hoped-for seconds of its stages."""
 
         def promises(way: ScheduledStages) -> bool:
             faster = self._hoped_by(one, way) < self.seconds
@@ -172,9 +176,10 @@ class LargePipelineSearch(PipelineTrials):
         return promises
 
     def _hoped_by(self, one: Hope, way: ScheduledStages) -> Seconds:
-        """What a step may take by a schedule: by known stages that are as many, or what is hoped for, longer by as much as the
-        first one that was planned took in no more stages; infinite where there are fewer regions than stages, or one
-        micro-batch."""
+        """The estimated step under a schedule: from known stages of the same number, or hoped-for ones, corrected by how much
+        longer the first planned one took in no more stages; infinite if there are fewer regions than stages, or one
+        micro-batch.
+        """
         schedule, stages = way
         cuts, asked = self.cuts(one.over, one.runs), replace(one.over.options, schedule=schedule, stages=stages)
         try:
@@ -188,8 +193,9 @@ class LargePipelineSearch(PipelineTrials):
         return one.by(cut, shares) * (longer if cut.schedule.stages >= stages else 1.0)
 
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
-        """What a step takes that is no faster than what is known even with one micro-batch in flight a stage, as guessed from
-        the first one or by all; infinite where it may be faster."""
+        """The step if it cannot beat the best known even with one micro-batch in flight per stage, guessed from the first stage
+        or from all; infinite if it may be faster.
+        """
         if self.seconds == math.inf:
             return math.inf
         runs = steps.step.microbatches
@@ -212,8 +218,9 @@ class LargePipelineSearch(PipelineTrials):
         return super()._found(made, over, asked)
 
     def _bound(self, mesh: Mesh) -> Seconds:
-        """What a step without stages takes at least. The bound is least in the fewest micro-batches, as a rule: there kernels
-        are largest."""
+        """The lower bound on a step without stages. It is usually lowest with the fewest micro-batches, whose kernels are
+        largest.
+        """
         asked, bounds = self.options.microbatches, dict[int, Seconds]()
         numbers = list(doubled(counts(self.program))) if asked == AUTO else [int(asked)]
         if self.settings.deadline.passed:
@@ -223,7 +230,7 @@ class LargePipelineSearch(PipelineTrials):
         return min(bounds.values())
 
     def _bounded(self, mesh: Mesh, runs: int) -> Seconds:
-        """What a step without stages takes at least, in whatever memory; infinite if there is none."""
+        """The lower bound on a step without stages, in any memory; infinite if there is none."""
         options = replace(self.options, pipeline=None, microbatches=runs)
         try:
             return least_price(analysed(microbatches(self.program, runs), mesh, options), mesh, options, self.settings)
@@ -232,8 +239,9 @@ class LargePipelineSearch(PipelineTrials):
             return math.inf
 
     def _without_stages(self) -> None:
-        """Plan without stages where its bound is below what is known, the least bound first; on each mesh until
-        one that fits is slower than the one before."""
+        """Plan without stages if the bound is below the best known, lowest bound first; on each mesh until one that fits is
+        slower than the previous one.
+        """
         for mesh, bounds in self._bounds:
             last, left = math.inf, sorted(bounds, key=bounds.__getitem__)
             paddings = PaddingExtent if self.options.strategy in PADDED else ()
@@ -251,7 +259,7 @@ class LargePipelineSearch(PipelineTrials):
 
 
 def _least_idle(one: Hope) -> list[ScheduledStages]:
-    """The first schedule, and where that is open two stages a rank by the one that idles least."""
+    """The first schedule, and if the schedule is open also two stages per rank by the one with the smallest bubble."""
     first, *more = forms(one.over.options, one.over.ranks)
     return [first, *(way for way in more if way == (LEAST_IDLE, 2 * one.over.ranks))]
 

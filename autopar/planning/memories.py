@@ -1,7 +1,7 @@
-"""Heterogeneous memory: the mesh with an axis of memories, where what is stored may lie on the host or on the disk.
+"""Heterogeneous memory: a mesh with a memory axis, so that weights may be stored on the host or the disk.
 
-offload=True      saved activations may go to the host, nothing that is stored
-offload="host"    parameters, their gradients and the optimizer's state, too, weight by weight
+offload=True      saved activations may go to the host, weights may not
+offload="host"    parameters, their gradients and the optimizer's state too, weight by weight
 offload="disk"    the same, on the host or on the disk
 offload="auto"    as "disk" where `disk_memory` says how much, as "host" where the host's memory is known, else as True
 """
@@ -24,11 +24,11 @@ from autopar.plan.text import size_text
 
 
 def with_memories(mesh: Mesh, options: Options) -> Mesh:
-    """A mesh with device and links, and an axis of memories if the options let the host or the disk store weights.
+    """A mesh with device and links, and a memory axis if the options let the host or the disk store weights.
 
-    The device then has its share of both: of memory and bandwidth as much as each of the devices of a node that the mesh uses.
-    Raises MeshError where there is no such host or disk, or an axis has the name of memories; ConstraintError for options that
-    contradict each other.
+    The device then gets its share of both: memory and bandwidth divided by the devices of a node that the mesh uses. Raises
+    MeshError if the host or disk is unknown, or an axis is named like the memory axis; ConstraintError for contradictory
+    options.
     """
     device = mesh.device
     assert device is not None, "a mesh is priced with its device"
@@ -44,7 +44,7 @@ def with_memories(mesh: Mesh, options: Options) -> Mesh:
             return mesh
         raise _lacking(device, options)
     if MEMORY in mesh.axes:
-        raise MeshError(f"a mesh axis is called {MEMORY!r}, which is that of the device's memories", fix="another name")
+        raise MeshError(f"a mesh axis is called {MEMORY!r}, the name of the memory axis", fix="another name")
     own = Link(name="memory", latency=0.0, bandwidth=device.bandwidth, source=device.source)  # of a CPU beside a disk
     return replace(
         mesh.with_memories(device.host or own), device=_shared(device, memory, disk, min(mesh.size, device.per_node))
@@ -59,7 +59,7 @@ def _shared(device: Device, memory: Bytes, disk: Disk | None, sharing: int) -> D
 
 
 def _check_said(options: Options) -> None:
-    """Raise ConstraintError for amounts of a memory in which nothing may be stored."""
+    """Raise ConstraintError for an amount of memory in a place that may store nothing."""
     for name, place, allowed in (("host_memory", HOST, (HOST, DISK, AUTO)), ("disk_memory", DISK, (DISK, AUTO))):
         amount = getattr(options, name)
         if amount is not None and options.offload not in allowed:
@@ -68,18 +68,18 @@ def _check_said(options: Options) -> None:
 
 
 def check_host(plan: Plan, ranks: int) -> None:
-    """Raise BudgetError if this machine's memory is less than what so many ranks of a plan have there."""
+    """Raise BudgetError if this machine's memory is too small for so many ranks of a plan."""
     needed, there = ranks * plan.host_memory, system_memory()
     if needed > there:
         raise BudgetError(
-            f"the plan has {size_text(needed)} in this host's memory, which has {size_text(there)}",
+            f"the plan needs {size_text(needed)} of this host's memory, which has {size_text(there)}",
             ranks=f"{ranks}, of {size_text(plan.host_memory)} each",
             fix=f'plan with host_memory="{there // 10**9}GB" or less',
         )
 
 
 def check_disk(plan: Plan, ranks: int, folder: str) -> None:
-    """Raise DiskError for a folder in which no file can be made, BudgetError for one without the room for so many ranks."""
+    """Raise DiskError if no file can be created in the folder, BudgetError if it lacks room for so many ranks."""
     if not Path(folder).is_dir():
         raise DiskError(f"the folder {folder} for weights on the disk does not exist", fix="make it, or name another as disk=")
     try:
@@ -87,12 +87,12 @@ def check_disk(plan: Plan, ranks: int, folder: str) -> None:
         there = shutil.disk_usage(folder).free
     except OSError as error:
         raise DiskError(
-            f"no file can be made in {folder}, where weights are to lie", error=error, fix=DiskError.another
+            f"no file can be created in {folder}, the folder for weights on the disk", error=error, fix=DiskError.another
         ) from error
     needed = ranks * plan.disk_memory
     if needed > there:
         raise BudgetError(
-            f"the plan has {size_text(needed)} on this disk, which has {size_text(there)} left",
+            f"the plan needs {size_text(needed)} on this disk, which has {size_text(there)} left",
             folder=folder,
             ranks=f"{ranks}, of {size_text(plan.disk_memory)} each",
             fix=f'plan with disk_memory="{there // 10**9}GB" or less, or {DiskError.another}',
@@ -100,14 +100,14 @@ def check_disk(plan: Plan, ranks: int, folder: str) -> None:
 
 
 def _memory(device: Device, options: Options, *, least: Bytes) -> Bytes:
-    """What a node's host may store; raises BudgetError for less than the least."""
+    """Bytes that a node's host may store; raises BudgetError for less than the minimum."""
     if options.host_memory is None:
         return int(SHARE * device.host_memory)
     return byte_count(options.host_memory, "an amount of the host's memory", per="node", least=least)
 
 
 def _disk(device: Device, options: Options) -> Disk | None:
-    """The disk of a node, if the options let it store weights. Raises MeshError where nothing is known of it."""
+    """The disk of a node, if the options let it store weights. Raises MeshError if it is unknown."""
     if options.offload != DISK and options.disk_memory is None:
         return None
     if device.disk is None:
@@ -125,7 +125,7 @@ def _disk(device: Device, options: Options) -> Disk | None:
 
 
 def _lacking(device: Device, options: Options) -> MeshError:
-    """What is not known of a device's host."""
+    """What is unknown about a device's host."""
     own = "an autopar.Device with host, host_memory and host_bandwidth"
     if device.host is None:
         what = f"offload={options.offload!r} needs a host, and the device {device.name} has no link to one"

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline may hold of its rank's memory.
+"""Divides the memory of a pipeline rank among its stages.
 
 The stages of a rank share its room by what their plans with one micro-batch in flight need: if all of them fit with what is in
 flight, in proportion to that; else each has what it holds with one micro-batch in flight, and of the rest a part as large as
@@ -19,7 +19,7 @@ NO_FLOORS: Mapping[int, Bytes] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """What a stage holds at its peak with one micro-batch in flight (`alone`), and with all that its schedule has (`peak`)."""
+    """The peak memory of a stage with one micro-batch in flight (`alone`), and with all of its schedule (`peak`)."""
 
     alone: Bytes
     peak: Bytes
@@ -27,22 +27,23 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """What a stage may hold at its own peak, of the `room` that a rank has for those of its stages; of every byte more it gets
-    the `part`."""
+    """What a stage may hold at its peak, out of the `room` that a rank has for its stages; of every additional byte it gets the
+    `part`.
+    """
 
     bytes: Bytes
     part: float
     room: Bytes
 
     def budget(self, least: Bytes, limit: Bytes) -> Bytes:
-        """Of a rank, which is the limit now, where the stage holds at least so many bytes."""
+        """The budget of a rank, now the limit, at which the stage may hold at least so many bytes."""
         return math.ceil(limit * (1 + (least - self.bytes) / self.part / self.room))
 
 
 def memory_shares(
     schedule: PipelineSchedule, needs: Sequence[MemoryNeed], rooms: Sequence[Bytes], floors: Mapping[int, Bytes] = NO_FLOORS
 ) -> list[MemoryShare]:
-    """The shares of all stages, of the rooms of their ranks; some have their `floors`, others of a rank what these leave."""
+    """Each stage's share of its rank's room; some have `floors`, and the others of a rank share the rest."""
     of_rank: dict[int, list[int]] = {}
     for stage in range(len(needs)):
         of_rank.setdefault(schedule.rank_of[stage], []).append(stage)
@@ -59,7 +60,7 @@ def memory_shares(
 
 
 def _divided(needs: Sequence[MemoryNeed], room: Bytes) -> tuple[list[Bytes], list[Bytes]]:
-    """What the stages of one rank keep, and the ratio in which they share what is left of its room."""
+    """What the stages of one rank keep, and the ratio in which they share the rest of its room."""
     alone, peaks = [need.alone for need in needs], [need.peak for need in needs]
     if sum(peaks) <= room:
         return peaks, peaks
@@ -69,7 +70,7 @@ def _divided(needs: Sequence[MemoryNeed], room: Bytes) -> tuple[list[Bytes], lis
 
 
 def _floored(shares: Mapping[int, MemoryShare], floors: Mapping[int, Bytes]) -> dict[int, MemoryShare]:
-    """The shares of one rank's stages where some have their floors, and the others what is left, in proportion."""
+    """The shares of one rank's stages if some have floors, and the others share the rest in proportion."""
     low = {stage: floors[stage] for stage in shares if stage in floors}
     free = sum(share.bytes for stage, share in shares.items() if stage not in low)
     found = dict[int, MemoryShare]()

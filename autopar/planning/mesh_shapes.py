@@ -1,11 +1,11 @@
-"""The shapes of a mesh that `mesh="auto"` searches: so many devices as axes, by the nodes in which they stand.
+"""The mesh shapes that `mesh="auto"` searches for a number of devices, given their nodes.
 
     nodes of 8     8 devices    (8,)  (2, 4)  (4, 2)
                   32 devices    (4, 8)  (8, 4)  (16, 2)  (32,)  and  (4, 2, 4)  (4, 4, 2)
                   12 devices    (3, 4)  (6, 2)  (12,)
 
-The innermost of several axes lies within a node, where a node has several devices. What is left of the devices is the outer
-axis, which `pipeline="auto"` may cut for stages; or the nodes are, and their devices are two axes.
+If a node has several devices, the innermost of several axes lies within a node. What is left of the devices is the outer axis,
+which `pipeline="auto"` may cut for stages; or the nodes are, and their devices are two axes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def shapes(devices: int, per_node: int, *, axes: int = 3) -> Iterator[tuple[int,
 
 
 def connected_shapes(mesh: AutoMesh, options: Options, ops: int) -> tuple[Mesh, ...]:
-    """The meshes that are searched for a program of so many ops, with device and links.
+    """The meshes to search for a program of so many ops, with device and links.
 
-    Raises MeshError where the device has no links for any of them, or an axis is named; ConstraintError for constraints.
+    Raises MeshError if the device has no links for any of them, or an axis is named; ConstraintError for constraints.
     """
     check_axes(options)
     device = replace(catalog.device(options.device, processes=mesh.devices), compiled=options.compiled)
@@ -64,7 +64,7 @@ def _connected(sizes: tuple[int, ...], device: Device, options: Options) -> Mesh
 
 
 def check_axes(options: Options) -> None:
-    """Raise MeshError or ConstraintError for options that name axes, which are what is searched."""
+    """Raise MeshError or ConstraintError for options that name axes, since axes are searched."""
     if options.pipeline not in (None, AUTO):
         what = f"mesh={AUTO!r} has no axis {options.pipeline!r} for the pipeline"
         raise MeshError(what, fix=f"pipeline={AUTO!r}, or a mesh with that axis")

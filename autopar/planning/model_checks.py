@@ -1,4 +1,4 @@
-"""What is said of a model before it is planned: axes that are of no use to it, operators without a rule."""
+"""Warnings about a model before it is planned: useless axes, operators without a rule."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autopar.solver.settings import DEFAULTS
 
 
 def useless_axes(analysis: Analysis, mesh: Mesh, *, padding: bool) -> None:
-    """Warn of axes over which nothing of the model can be split: every device along them does the same.
+    """Warn about axes over which nothing in the model can be split: every device along them does the same.
 
-    With `padding` plans with padded dims were tried.
+    `padding` says that plans with padded dims were tried.
     """
     fits = [fitted for fitted in analysis.fits.values() if fitted]
     dims = {factor.size for fitted in fits for factor in fitted.factors if not factor.whole and factor.size > 1}
@@ -45,7 +45,7 @@ def _longer(program: Program, mesh: Mesh, size: int) -> Iterator[str]:
 
 
 def without_rule(analysis: Analysis, *, strict: bool) -> None:
-    """Say which operators have no rule: once as a warning, or as an error in strict mode."""
+    """Report operators without a rule: once as a warning, or as an error in strict mode."""
     missing: dict[str, Op] = {}
     for op in analysis.program.ops:
         if analysis.fits[op.name] is None and not writes(op):  # what writes a buffer is whole on purpose
@@ -65,7 +65,7 @@ def without_rule(analysis: Analysis, *, strict: bool) -> None:
 
 
 def _to_register(op: Op) -> str:
-    """How an operator gets a rule, or why this call of it has none."""
+    """How to register a rule for an operator, or why this call has none."""
     name, known = qualified(op.target), rule_of(op.target)
     if known is None:
         return f'autopar.register_rule("{name}", "..."): autopar.discover_rule("{name}", arguments) finds the line'

@@ -1,4 +1,4 @@
-"""The best solution for a program as it is: of all layouts, and of the named strategies where that one is not proven.
+"""Finds the best solution for a fixed program: over all layouts, and over the named strategies if that is not proven.
 
 analyse -> formulate -> merge followers -> solve, walk the memory, bound it, solve again
 """
@@ -46,10 +46,9 @@ Stop = Callable[[str], None]  # called with the name of each phase when it ends
 class Optimized:
     """A planning problem with its solution; `memory_model` holds the problem and the memory of its solutions.
 
-    The problem is that of a `strategy`, which may be another than was asked for; `stopped` is what ended the search early;
-    `shapes`: the sizes of each mesh that was tried, and how it fared; `loop` solved the problem, if what it has is of use
-    still; `beside` is the best solution of all layouts, where one of a named strategy is cheaper; `decided` says what the
-    simulator decided (`planning.decide`).
+    The problem is that of `strategy`, perhaps not the requested one; `stopped` says what ended the search early; `shapes` has
+    the sizes and outcome of each mesh tried; `loop` solved the problem, if it is still useful; `beside` is the best solution of
+    all layouts, if one of a named strategy is cheaper; `decided` says what the simulator decided (`planning.decide`).
     """
 
     memory_model: MemoryModel
@@ -68,12 +67,12 @@ class Optimized:
 
     @property
     def searched(self) -> Optimized:
-        """The solution without what its search leaves."""
+        """The solution without the leftovers of its search."""
         return replace(self, loop=None, beside=None)
 
 
 def analysed(step: TrainingStep, mesh: Mesh, options: Options) -> Analysis:
-    """What is known of a step before any choice, where the constraints keep apart what they treat differently."""
+    """The analysis of a step before any choice; constraints separate what they treat differently."""
     user = constrained(step, mesh, options.constraints)
     stored = {held.value.name for held in (*step.program.parameters, *step.program.buffers) if step.stage}
     shared = {name: tuple(filter(None, user[name])) for name in stored & user.keys() if None not in user[name]}
@@ -90,11 +89,10 @@ def solved(
 ) -> Optimized:
     """The solution for an analysed program.
 
-    At the deadline the better of what is known and of the named strategies counts, however long those take.
+    At the deadline the best known solution or named strategy is returned, however long the strategies take.
 
-    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError where a limit of the settings leaves no
-    answer, and TimeLimitError where the deadline does, or Ctrl-C. Raises SlowerError if no solution is faster than the settings
-    ask for.
+    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError if a limit of the settings leaves no answer,
+    TimeLimitError if the deadline or Ctrl-C does, and SlowerError if no solution beats the settings' cutoff.
     """
     optimizer, limit = options.stepped, parse_bytes(options.budget, mesh)
     memory_model = problem_of(analysis, mesh, optimizer, options)
@@ -125,10 +123,9 @@ def solved(
 def solved_within(
     analysis: Analysis, mesh: Mesh, options: Options, limits: Sequence[Bytes], *, settings: SearchSettings = DEFAULTS
 ) -> Iterator[tuple[Bytes, Optimized]]:
-    """The solutions within one limit after the other, where there are any: one formulation, and one relaxation that
-    stays warm.
+    """The solutions, if any, within one limit after the other: with one formulation, and one relaxation that stays warm.
 
-    The limits fall. Raises as `solved` does, but for limits that nothing fits into.
+    The limits fall. Raises as `solved` does, except for limits that nothing fits into.
     """
     optimizer = options.stepped
     memory_model = problem_of(analysis, mesh, optimizer, options)
@@ -143,9 +140,9 @@ def solved_within(
 def _faster(
     loop: BudgetLoop, analysis: Analysis, mesh: Mesh, options: Options, limit: Bytes, settings: SearchSettings
 ) -> dict[str, MemoryModel]:
-    """The problems of named strategies that were formulated to see whether a solution may be faster than the settings ask for.
+    """The problems of named strategies, formulated to see whether any solution may beat the settings' cutoff.
 
-    Raises SlowerError where it is proven that none is, neither of the `loop` nor by such a strategy.
+    Raises SlowerError if it is proven that none does, neither of the `loop` nor of such a strategy.
     """
     formulated: dict[str, MemoryModel] = {}
     if not loop.none_below(limit, settings.below):
@@ -159,8 +156,7 @@ def _faster(
 
 
 def _apart(analysis: Analysis, options: Options) -> tuple[str, ...]:
-    """The named strategies whose programs are apart from that of all layouts: they gather weights once for all
-    micro-batches."""
+    """The named strategies with a program of their own, which gathers weights once for all micro-batches."""
     return (ONCE,) if options.strategy == AUTO and analysis.step.loop else ()
 
 
@@ -172,9 +168,10 @@ def _beside_strategies(
     settings: SearchSettings,
     apart: Mapping[str, MemoryModel],
 ) -> Optimized:
-    """The better of a solution and of `zero1` where weights gathered once may be hidden better; where it is far from its bound,
-    or may be since its search was stopped, of all named strategies; and of the unconstrained layouts if the limit of its `loop`
-    binds. `apart` has what is formulated of strategies already."""
+    """The best of a solution and: `zero1`, if weights gathered once may be hidden better; all named strategies, if it is or may
+    be far from its bound; and the unconstrained layouts, if the limit of its `loop` binds. `apart` has the strategies
+    formulated already.
+    """
     if options.strategy != "auto":
         return best
     analysis, gap = best.formulated.analysis, _gap(best)
@@ -188,22 +185,22 @@ def _beside_strategies(
 
 
 def _waits(found: Optimized) -> float:
-    """The share of a solution's step that messages of weights take because nothing hides them where they are."""
+    """The share of a solution's step taken by messages of weights that nothing hides where they are."""
     formulated, seconds = found.formulated, solution_time(found.memory_model, found.solution)
     schedule = found.memory_model.liveness.schedule(assignment(formulated, found.solution))
     return unhidden_time(schedule, formulated.step_prices) / seconds if seconds else 0.0
 
 
 def _gap(found: Optimized) -> float:
-    """How much faster, relative, the best plan may be than a solution's step with all that it really sends."""
+    """How much faster, relatively, the best plan may be than a solution's step with its actual messages."""
     seconds = solution_time(found.memory_model, found.solution)
     return (seconds - found.solution.bound) / seconds if seconds else 0.0
 
 
 def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings) -> Optimized:
-    """The better of a solution and that of another form of its program, if that wins `padding_gain` and is found soon.
+    """The better of a solution and that of another variant of its program, if that wins `padding_gain` and is found soon.
 
-    Raises ConstraintError if the other form cannot run as is asked for.
+    Raises ConstraintError if the other variant cannot run under the constraints.
     """
     memory_model, seconds = (
         problem_of(analysis, mesh, best.optimizer, options),
@@ -218,7 +215,7 @@ def cheaper(best: Optimized, analysis: Analysis, mesh: Mesh, options: Options, s
 
 
 def transferred(found: Optimized, analysis: Analysis, options: Options) -> Optimized:
-    """The solution of one program as that of another that differs in names alone."""
+    """Transfer a solution to a program that differs only in names."""
     formulated = found.formulated.renamed(analysis, policy_of(analysis, options.recompute))
     return replace(found.searched, memory_model=MemoryModel(formulated, found.optimizer))
 
@@ -226,11 +223,11 @@ def transferred(found: Optimized, analysis: Analysis, options: Options) -> Optim
 def least_price(
     analysis: Analysis, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS, *, exact: bool = False
 ) -> Seconds:
-    """Seconds that every solution for an analysed program takes, in whatever memory: by the bound of dual ascent, or, if it is
-    to be `exact`, of the problem when it is solved, for which a large model takes seconds.
+    """A lower bound in seconds on every solution for an analysed program, in any memory: by dual ascent, or with `exact` by
+    solving the problem, which takes seconds for a large model.
 
-    With `strategy="auto"` so does every named strategy: one that gathers weights once for all micro-batches is a program apart.
-    Raises ConstraintError if none can run as is asked for.
+    With `strategy="auto"` it covers every named strategy, also those with a program of their own (weights gathered once for all
+    micro-batches). Raises ConstraintError if none can run under the constraints.
     """
     bounds, refused = list[tuple[Seconds, Problem]](), list[ConstraintError]()
     for strategy in (options.strategy, *_apart(analysis, options)):
@@ -253,7 +250,7 @@ def least_price(
 
 
 def _solved_bound(problem: Problem, settings: SearchSettings) -> Seconds:
-    """What is proven when a problem is solved; 0 where that fails."""
+    """The bound proven by solving a problem; 0 if that fails."""
     try:
         return solve(problem, settings=settings).bound
     except TimeLimitError as error:
@@ -263,21 +260,20 @@ def _solved_bound(problem: Problem, settings: SearchSettings) -> Seconds:
 
 
 def solution_time(memory_model: MemoryModel, solution: Solution) -> Seconds:
-    """Seconds of the step that a solution stands for, with its messages as they are sent; see `Prices.sending` for what a
-    stage sends to the next."""
+    """Seconds of a solution's step, with its actual messages; see `Prices.sending` for what a stage sends to the next."""
     formulated = memory_model.formulated
     chosen = assignment(formulated, solution)
     return step_time(memory_model.liveness.schedule(chosen), formulated.step_prices) + sent_seconds(formulated, chosen)
 
 
 def sent_seconds(formulated: PlanningProblem, chosen: Assignment) -> Seconds:
-    """Seconds in which a pipeline stage sends its outputs, as the integer program has them; 0 without stages."""
+    """Seconds for a pipeline stage to send its outputs, as the integer program prices them; 0 without stages."""
     program, step, prices = formulated.program, formulated.analysis.step, formulated.prices
     return sum(prices.sending(step, program.values[o.value], chosen.outputs[o.path]) for o in program.outputs)
 
 
 def sharded(program: Program, outputs: str | None) -> Callable[[Output], bool]:
-    """Which outputs may leave split: by default those that stand beside a scalar."""
+    """Which outputs may be returned split: by default those of a model that also returns a scalar."""
     if outputs not in (None, "whole", "sharded"):
         raise ConstraintError(f"outputs={outputs!r} is unknown", fix='None, "whole" or "sharded"')
     ends = [program.values[o.value] for o in program.outputs]
@@ -308,7 +304,7 @@ def problem_of(analysis: Analysis, mesh: Mesh, optimizer: Optimizer, options: Op
 def _by_policies(
     memory_model: MemoryModel, analysis: Analysis, mesh: Mesh, options: Options, limit: Bytes, settings: SearchSettings
 ) -> Optimized:
-    """A solution by a narrower recompute policy, where that of all found none within the limit.
+    """A solution by a narrower recompute policy, if the search over all found none within the limit.
 
     Raises ConstraintError if the constraints leave none at all, BudgetError if none was found.
     """
@@ -322,14 +318,14 @@ def _by_policies(
 
 
 def _narrower(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[MemoryModel]:
-    """The problems of recompute policies within the one of the options; a model without blocks has no policy of these."""
+    """The problems of policies narrower than the one of the options; there are none for a model without blocks."""
     for policy in NARROWER if options.recompute == AUTO else ():
         with suppress(ConstraintError):
             yield problem_of(analysis, mesh, options.stepped, replace(options, recompute=policy))
 
 
 def _with_free_layouts(best: Optimized, loop: BudgetLoop, limit: Bytes, settings: SearchSettings) -> Optimized:
-    """The better of a solution and of the layouts that are best where memory is plenty, with what must be made again then."""
+    """The better of a solution and the layouts that are best without a budget, with the recomputation that they need."""
     formulated, solution = best.formulated, best.solution
     free = loop.free()
     if free is None:
@@ -353,15 +349,15 @@ def _best_named(
     bound: Seconds,
     apart: Mapping[str, MemoryModel],
 ) -> Optimized | None:
-    """The best of a solution, if there is one, and of named strategies, by what they really send.
+    """The best of a solution, if there is one, and the named strategies, by their actual messages.
 
     Args:
         best: the solution.
-        posed: the problem of all layouts, of which every solution takes `bound` seconds or more.
+        posed: the problem of all layouts, every solution of which takes at least `bound` seconds.
         options, limit, settings: as for `solved`.
-        named: the strategies; at the deadline they are not left out, so that no plan is worse than the best of them.
+        named: the strategies; they are solved even at the deadline, so that no plan is worse than the best of them.
         bound: see `posed`.
-        apart: the problems of strategies that are formulated already.
+        apart: the problems of strategies formulated already.
     """
     analysis, mesh = posed.formulated.analysis, posed.formulated.mesh
     optimizer, settings = options.stepped, replace(settings, deadline=settings.deadline.only_interrupt())

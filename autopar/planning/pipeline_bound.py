@@ -1,4 +1,4 @@
-"""The least that a step in pipeline stages takes, wherever the program is cut and whatever the layouts: proven without a cut.
+"""A proven lower bound on a pipelined step, for every cut of the program and all layouts.
 
 Let B(m) bound from below the price of m micro-batches in one stage, the whole program on the mesh without the pipeline's axis,
 in whatever memory, F that of the forward of one, and I that of the forward and the gradients of all but weights. Stages share
@@ -57,21 +57,21 @@ def least_step(
     options: Options,
     settings: SearchSettings,
 ) -> Seconds:
-    """Seconds that a step takes at least in stages by a schedule, over all cuts and layouts.
+    """A lower bound in seconds on a step in stages under a schedule, over all cuts and layouts.
 
     Args:
-        step: the whole one, of the program of a micro-batch.
+        step: the whole step, of the program of a micro-batch.
         mesh: of one stage, without the pipeline's axis.
         link: of the pipeline's axis.
         schedule: of the stages.
-        known: what stages take that were found: for such the bound is the largest.
+        known: the seconds of stages found so far, for which the bound is tightest.
         options, settings: as the stages were planned.
     """
     return UncutStep(step, mesh, link, options, settings).least(schedule, StageSums.of(known))
 
 
 class UncutStep:
-    """A step of which it is not said yet where it is cut, and by which schedule its stages run: what bounds it.
+    """Lower bounds on a step before its cuts and schedule are chosen.
 
     `step`, `mesh`, `link`, `options` and `settings` are those of `least_step`.
     """
@@ -83,17 +83,17 @@ class UncutStep:
         self._prices: dict[int, Seconds] = {}
 
     def busy(self, ranks: int) -> Seconds:
-        """Seconds that a step takes at least on so many ranks: none of them is ever idle then."""
+        """A lower bound on so many ranks: the step if no rank is ever idle."""
         return self._price(self.runs) / ranks
 
     def least(self, schedule: PipelineSchedule, sums: StageSums) -> Seconds:
-        """Seconds that a step takes at least by a schedule; the most where all of its stages together take so long."""
+        """The lower bound under a schedule; tightest if all of its stages together take so long."""
         bound = self._of_cuts(schedule, sums)
         runs = math.ceil(_repeats(bound) - ROUNDING)
         return self._least(schedule, bound, runs, self._least_price(runs, exact=True))
 
     def roughly(self, schedule: PipelineSchedule) -> Seconds:
-        """What `least` says, or less, by the bounds of two prices: of as many micro-batches as there are, and of `MANY`.
+        """A cheaper, weaker version of `least` from two prices: for the actual number of micro-batches, and for `MANY`.
 
         The least price of n micro-batches is a concave function of n, as the least of some that are linear: between two
         numbers, and between none and one, it is no less than the straight line.
@@ -108,7 +108,7 @@ class UncutStep:
         return self._least(schedule, bound, runs, float(np.interp(runs, numbers, prices)))
 
     def _least(self, schedule: PipelineSchedule, bound: CutBound, runs: float, price: Seconds) -> Seconds:
-        """The bound, by the least price of so many micro-batches."""
+        """The bound from the least price of so many micro-batches."""
         share, part = bound.work / runs, schedule.microbatches / runs
         forwards = bound.forward * self._forward if bound.forward else 0.0
         inputs = bound.inputs * self._inputs if bound.inputs else 0.0
@@ -122,7 +122,7 @@ class UncutStep:
 
     @functools.cached_property
     def _messages(self) -> tuple[Seconds, Seconds]:
-        """Seconds that each message takes at least, there and back."""
+        """The least seconds of each message, forward and back."""
         there, back = (least_message(self.program, self.mesh, self.link, back=back) for back in (False, True))
         return there, back
 
@@ -135,7 +135,7 @@ class UncutStep:
         return least_without_weights(self.step, self.mesh, self.options, self.settings)
 
     def _price(self, runs: int) -> Seconds:
-        """Seconds that so many micro-batches take at least in one stage."""
+        """The least seconds of so many micro-batches in one stage."""
         if runs not in self._prices:
             self._prices[runs] = self._least_price(runs)
         return self._prices[runs]
@@ -146,14 +146,14 @@ class UncutStep:
 
 
 def _repeats(bound: CutBound) -> float:
-    """How many seconds that are done once a second of a micro-batch counts for, or `MANY`."""
+    """How many once-per-step seconds one second of a micro-batch is worth, at most `MANY`."""
     return min(MANY, bound.work / bound.once) if bound.work and bound.once else MANY
 
 
 def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
-    """Seconds that the forward of a micro-batch takes at least, with a share of what is done once for `MANY` of them.
+    """The least seconds of a micro-batch's forward, with a share of the work done once for `MANY` of them.
 
-    By any strategy, where that of the options is of training alone, as those that split activations between blocks.
+    Over all strategies if the requested one is for training only, such as those that split activations between blocks.
     """
     alone = replace(repeated(step, MANY), program=forward_only(step.program))
     given = replace(options, mode=INFERENCE, outputs="sharded")
@@ -165,9 +165,9 @@ def least_forward(step: TrainingStep, mesh: Mesh, options: Options, settings: Se
 
 
 def least_without_weights(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> Seconds:
-    """Seconds that the forward of a micro-batch and the gradients of all but weights take at least.
+    """The least seconds of a micro-batch's forward and of all gradients except those of weights.
 
-    By any strategy and without constraints; with a share of what is done once for `MANY` of them.
+    Over all strategies, without constraints, with a share of the work done once for `MANY` of them.
     """
     program = replace(step.program, parameters=frozen(step.program.parameters))
     alone, free = replace(repeated(step, MANY), program=program), replace(options, strategy=AUTO, constraints={})
@@ -175,21 +175,21 @@ def least_without_weights(step: TrainingStep, mesh: Mesh, options: Options, sett
 
 
 def least_message(program: Program, mesh: Mesh, link: Link, *, back: bool) -> Seconds:
-    """Seconds that a message between two stages takes at least, forward or back."""
+    """The least seconds of a message between two stages, forward or back."""
     passing = passing_bytes(program, back=back)
     fewest = min((passing[start] for start in fine_starts(program)[1:]), default=0)
     return link.send(fewest / math.prod(mesh.sizes)) if fewest else 0.0
 
 
 def repeated(step: TrainingStep, runs: int) -> TrainingStep:
-    """The step with so many micro-batches in the place of its own."""
+    """The step with another number of micro-batches."""
     ends = (I,) * len(step.program.inputs), (I,) * len(step.program.outputs)
     loop = step.loop or MicrobatchLoop(count=1, hoisted=None, inputs=ends[0], outputs=ends[1])
     return step if runs == loop.count else replace(step, loop=replace(loop, count=runs))
 
 
 def forward_only(program: Program) -> Program:
-    """The program, with nothing to differentiate."""
+    """The program without anything to differentiate."""
 
     def values(found: Iterable[Value]) -> tuple[Value, ...]:
         return tuple(replace(value, requires_grad=False) for value in found)

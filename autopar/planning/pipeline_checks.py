@@ -1,4 +1,4 @@
-"""What is said of options and of a program before a pipeline is searched: of what stages do not have."""
+"""Checks options and a program for features that pipeline stages do not support, before the search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.planning.schedule_file import is_file
 
 
 def check_options(options: Options) -> None:
-    """Raise ConstraintError for options that a pipeline does not have."""
+    """Raise ConstraintError for options that a pipeline does not support."""
     _check_stages(options.stages)
     if not isinstance(options.schedule, str):
         what = f"schedule={options.schedule!r} is neither the name of a pipeline schedule nor a file"
@@ -35,7 +35,7 @@ def check_options(options: Options) -> None:
 
 
 def _check_stages(stages: object) -> None:
-    """Raise ConstraintError for what is neither a number of stages nor a list of modules."""
+    """Raise ConstraintError for anything but a number of stages or a list of modules."""
     number = isinstance(stages, int) and not isinstance(stages, bool) and stages > 0
     if stages != AUTO and (isinstance(stages, str) or not (number or isinstance(stages, Sequence))):
         fix = f"{AUTO!r}, their number, or a list of the modules at which all but the first begin"
@@ -43,7 +43,7 @@ def _check_stages(stages: object) -> None:
 
 
 def check_program(program: Program) -> None:
-    """Raise ConstraintError for a program that has no stages."""
+    """Raise ConstraintError for a program that cannot be cut into stages."""
     if any(value.requires_grad for value in program.inputs):
         raise ConstraintError("a pipeline computes no gradients of inputs", fix="a sample whose tensors require none")
     loss_of(program)

@@ -1,13 +1,13 @@
-"""Plans with a pipeline: the program is cut, each stage planned on the mesh without the pipeline's axis, the step timed.
+"""Makes plans with a pipeline: cuts the program, plans each stage on the mesh without the pipeline's axis, times the step.
 
 micro-batches -> cut -> stages planned, one after the other (`stage_plans`) -> exact clock, memory of every rank -> plan
 
-The clock's order of actions says exactly what each rank holds (`memory.rank_memory`): with several stages, which are at their
-peaks at different actions, less than these together; with one, its messages too. Where a rank holds more than it may, its
-stages are planned again, with so much less room for their own peaks. Backwards in halves have W where ranks would wait
-(`pipeline.weight_gradients`), unless a rank lacks the memory.
+The clock's order of actions determines exactly what each rank holds (`memory.rank_memory`): several stages peak at different
+actions, so they hold less than the sum of their peaks; messages count too. If a rank exceeds its limit, its stages are planned
+again with that much less room for their peaks. Split backwards run W where ranks would wait (`pipeline.weight_gradients`),
+unless a rank lacks the memory.
 
-What is left to be chosen (the size of the axis, how many micro-batches, by which schedule) `pipeline_search` searches.
+Anything left open (size of the axis, number of micro-batches, schedule) is searched by `pipeline_search`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ROUNDS = 5  # in which the stages of ranks that hold too much are planned with l
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class StagedStep:
-    """A step whose stages are planned: what crosses between them, and how long it takes by the exact clock.
+    """A step with planned stages: what crosses between them, and its time by the exact clock.
 
-    `mesh` has the pipeline's `axis`, device and links. `memory` is what each rank of it holds at most, unless the step was no
-    faster than a known one, before that was counted.
+    `mesh` has the pipeline's `axis`, device and links. `memory` is the peak of each rank; it is not counted if the step was no
+    faster than a known one.
     """
 
     steps: StageSteps
@@ -61,7 +61,7 @@ class StagedStep:
 
 
 class SlowerStagesError(SlowerError):
-    """The stages that were planned take so many `seconds`, whatever the others take: the step is no faster than a known one."""
+    """The planned stages alone need so many `seconds`, so the step is no faster than a known one."""
 
     def __init__(self, seconds: Seconds) -> None:
         super().__init__("a step in these stages is no faster than one that is known")
@@ -69,11 +69,11 @@ class SlowerStagesError(SlowerError):
 
 
 def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePlanner, below: Seconds = math.inf) -> StagedStep:
-    """The step of these stages; where they hold too much, of those whose messages go over one axis each, which hold less.
+    """The step of these stages; if they hold too much, of those whose messages go over one axis each, which hold less.
 
-    Raises BudgetError where one of them, or a rank with all of its own, does not fit, and SlowerStagesError as soon as those
-    that are planned say that the step takes `below` seconds or longer; TimeLimitError between two stages at the deadline, where
-    a step of `below` is known.
+    Raises BudgetError if a stage, or a rank with all its stages, does not fit, SlowerStagesError as soon as planned stages show
+    that the step takes `below` seconds or longer, and TimeLimitError between two stages at the deadline if a step of `below` is
+    known.
     """
     rooms, floors, full = list[Bytes](), dict[int, Bytes](), 0
     alone: tuple[StagePlan, ...] = ()
@@ -106,14 +106,14 @@ def staged(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, planner: StagePla
 
 
 def _orders(made: StagedStep, cut: Cut) -> Iterator[StagedStep]:
-    """A step as it is, and by the schedule of its cut if that is another one: W that come later may hold more."""
+    """The step as it is, and with the unmodified schedule of its cut if that differs: delayed W may hold more."""
     yield made
     if made.cut.schedule != cut.schedule:
         yield replace(made, cut=cut, seconds=clock_of(cut.schedule).seconds(made.stage_seconds))
 
 
 def _rooms(made: StagedStep, memory: Sequence[Bytes], limit: Bytes, before: Sequence[Bytes]) -> list[Bytes]:
-    """What the peaks of the stages of each rank may add up to so that it holds about its limit, and no more than before."""
+    """The room for the sum of each rank's stage peaks such that it holds about its limit, and no more than before."""
     peaks = [0] * len(memory)
     for stage, rank in made.cut.schedule.rank_of.items():
         peaks[rank] += made.stages[stage].need.peak
@@ -124,7 +124,7 @@ def _rooms(made: StagedStep, memory: Sequence[Bytes], limit: Bytes, before: Sequ
 def _too_full(made: StagedStep, memory: Sequence[Bytes], limit: Bytes) -> BudgetError:
     rank = memory.index(max(memory))
     return BudgetError(
-        f"no plan was found by which rank {rank} of the pipeline holds {size_text(limit)} at most: one holds "
+        f"no plan was found in which rank {rank} of the pipeline holds at most {size_text(limit)}: one holds "
         f"{size_text(memory[rank])}, of {made.cut.name}",
         **{SMALLEST: f"budget={memory[rank]}"},
         fix="more micro-batches of fewer samples, more stages, 1f1b in the place of gpipe, or a larger budget",
@@ -143,22 +143,24 @@ def _timed(steps: StageSteps, mesh: Mesh, axis: str, cut: Cut, stages: tuple[Sta
 
 
 def guessed(first: StagePlan, shares: Sequence[float]) -> list[StageSeconds]:
-    """What stages take if each holds one micro-batch at a time, without messages: the first one as it is planned, the others as
-    their `shares` of the program by rough prices say."""
+    """The stages' seconds if each holds one micro-batch at a time, without messages: the first one planned, the others scaled
+    by their `shares` of the program at rough prices.
+    """
     return [first.seconds.times(share / shares[0]) for share in shares]
 
 
 def hoped(steps: StageSteps, cut: Cut, planner: StagePlanner) -> list[StageSeconds]:
-    """What stages take if each holds one micro-batch at a time, without messages: hardly less than with all of them.
+    """The stages' seconds if each holds one micro-batch at a time, without messages: hardly less than with all of them.
 
-    Raises BudgetError where one of them does not fit.
+    Raises BudgetError if one of them does not fit.
     """
     return [stage.seconds for stage in planner.alone(steps, cut)]
 
 
 def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bool) -> bool:
-    """Whether stages as they are known take `below` seconds or longer by the schedule of a cut: the same ones, or parts of them
-    of which a rank has several, without any bubble, and, if parts are `even`, each as large as the others."""
+    """Whether known stages take `below` seconds or longer under a cut's schedule: the same stages, or parts of them, several
+    per rank, without any bubble, and with `even` all equally large.
+    """
     schedule = cut.schedule
     if same := [one.stage_seconds for one in known if one.cut.starts == cut.starts]:
         return all(cut.waits_filled(stages)[1] >= below for stages in same)
@@ -176,8 +178,9 @@ def no_faster(cut: Cut, known: Sequence[StagedStep], below: Seconds, *, even: bo
 def _faster(
     stages: Iterable[StagePlan], cut: Cut, planner: StagePlanner, below: Seconds, alone: Sequence[StagePlan]
 ) -> Iterator[StagePlan]:
-    """The stages in order, until they take too long, or it takes too long to plan them; the others take no less than they do
-    `alone`, where that is known."""
+    """The stages in order, until they take too long or the deadline comes; stages not planned yet take at least their seconds
+    `alone`, if known.
+    """
     known = list[StageSeconds]()
     clock = clock_of(cut.waits_filled([one.seconds for one in alone])[0].schedule) if alone else None
     for stage in stages:
@@ -192,7 +195,7 @@ def _faster(
 
 
 def written(made: StagedStep, planner: StagePlanner, options: Options, searched: str) -> Plan:
-    """The plan of a step in stages: the time by the clock, the memory of the fullest rank, and its distance from the bound."""
+    """The plan of a step in stages: its time by the clock, the memory of the fullest rank, and the gap to the bound."""
     mesh, axis, cut = made.mesh, made.axis, made.cut
     link, step = mesh.links[mesh.axes.index(axis)], made.steps.step
     pipeline = Pipeline(
@@ -245,7 +248,7 @@ def written(made: StagedStep, planner: StagePlanner, options: Options, searched:
 
 
 def rank_memory(made: StagedStep, planner: StagePlanner) -> tuple[Bytes, ...]:
-    """The most bytes that each rank of the axis holds in a step of these stages."""
+    """The peak bytes of each rank of the axis in a step of these stages."""
     step, stages = made.steps.step, [stage.held for stage in made.stages]
     batch = {
         value.name: elements(step.batch_shape(value.name)) * value.dtype.itemsize
@@ -258,7 +261,7 @@ def rank_memory(made: StagedStep, planner: StagePlanner) -> tuple[Bytes, ...]:
 
 
 def with_messages(stages: Sequence[StageSeconds], crossings: Sequence[Crossing], link: Link) -> tuple[StageSeconds, ...]:
-    """The seconds of stages with those of their messages: each value is one, over the link of the pipeline's axis."""
+    """The seconds of stages and of their messages: one per value, over the link of the pipeline's axis."""
 
     def sent(chosen: Iterable[Crossing]) -> Seconds:
         return sum(link.send(crossing.bytes) for crossing in chosen)

@@ -1,14 +1,14 @@
-"""The search for a pipeline: how many ranks it has, how many micro-batches, and by which schedule they pass.
+"""Searches for a pipeline: its number of ranks, of micro-batches, and its schedule.
 
     no stages                                                             `plan_search`
     for each number of ranks that is left open, of micro-batches          `Mesh.cut`: the outermost axis; the least bound first
         for 1f1b, zb-h1, with forwards ahead, interleaved, zb-v, gpipe    passed over by its bound, or by the clock
             plan the stages, time the step
 
-What has the least bound is bounded by more: the floor of its products, then the price of the whole step on ranks that are never
-idle, then that by each schedule (`pipeline_bound`). It is planned when no more is known of it, and the search ends with a bound
-that is no less than what is planned. The prices are by any strategy, which are no more than those by a named one, and of links
-without latency: stages may send weights in fewer messages than the whole step.
+The candidate of least bound is bounded more tightly: by the floor of its products, then by the price of the whole step on ranks
+that are never idle, then by that under each schedule (`pipeline_bound`). When no tighter bound is left it is planned, and the
+search ends when the least bound is no less than the best plan. Prices are over all strategies, hence no more than for a named
+one, and for links without latency: stages may send weights in fewer messages than the whole step.
 
 For the floor, the products of a step take F seconds on all devices at their peak. With t_s the seconds of stage s for one of m
 micro-batches, each rank with one stage and backwards in one piece, `stage_search` has T >= sum_{q<s} t_q + m t_s for every s;
@@ -59,16 +59,16 @@ def make_pipeline_plan(model: nn.Module, sample_input: object, mesh: object, opt
 
 
 def plan_on(program: Program, meshes: Sequence[Mesh], options: Options) -> Plan:
-    """The fastest plan of a captured program on any of some meshes, with stages if they are asked for."""
+    """The fastest plan of a captured program on any of these meshes, with stages if requested."""
     if options.pipeline is not None:
         return search_pipeline(program, meshes, options).plan()
     return to_plan(best_shape(program, meshes, options, lambda phase: None), options)
 
 
 def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: SearchSettings = DEFAULTS) -> Plan:
-    """The plan of a captured program in stages, or in none where that is open, on a mesh with device and links.
+    """Plan a captured program in stages, or without if that is left open, on a mesh with device and links.
 
-    Raises what planning raises, and ConstraintError or MeshError for stages, a schedule or an axis that there are not.
+    Raises what planning raises, and ConstraintError or MeshError if the stages, schedule or axis do not exist.
     """
     return search_pipeline(program, (mesh,), options, settings).plan()
 
@@ -76,7 +76,7 @@ def plan_pipeline(program: Program, mesh: Mesh, options: Options, settings: Sear
 def search_pipeline(
     program: Program, meshes: Sequence[Mesh], options: Options, settings: SearchSettings = DEFAULTS
 ) -> PipelineTrials:
-    """The search over one mesh, or several shapes of one, run to its end."""
+    """Run the search over one mesh, or several shapes of one, to its end."""
     check_options(options)
     kind = LargePipelineSearch if len(program.ops) > LARGE else PipelineSearch
     search = kind(program, options, limited(settings, options))
@@ -93,8 +93,9 @@ def search_pipeline(
 
 
 class PipelineSearch(PipelineTrials):
-    """Every number of ranks and of micro-batches and every schedule, the least bound first, until what is left is proven to be
-    no faster: all of it is left for `finish`."""
+    """The exhaustive search over ranks, micro-batches and schedules, lowest bound first, until the rest is proven no faster;
+    all of it runs in `finish`.
+    """
 
     def __init__(self, program: Program, options: Options, settings: SearchSettings) -> None:
         super().__init__(program, options, settings)
@@ -114,7 +115,9 @@ class PipelineSearch(PipelineTrials):
         return math.inf
 
     def finish(self) -> None:
-        """Bound what is open by more and more, always what has the least bound so far; plan it where no more is known."""
+        """Tighten the bound of the open candidate with the lowest one, again and again; plan it when there is no tighter
+        bound.
+        """
         left = sorted((one.bound, place) for place, one in enumerate(self._open))
         while left and not self.ended:
             bound, place = heapq.heappop(left)
@@ -130,10 +133,10 @@ class PipelineSearch(PipelineTrials):
 
 
 class _OpenSchedules:
-    """The schedules of so many micro-batches over an axis, none of which is planned, and a `bound` of all of them.
+    """The unplanned schedules of so many micro-batches over an axis, and a `bound` on all of them.
 
-    It is that of the products at first, then that of the whole step on ranks that are never idle, then the least of the
-    `bounds` by schedules.
+    It is first that of the products, then that of the whole step on ranks that are never idle, then the least of the `bounds`
+    by schedule.
     """
 
     def __init__(self, search: PipelineTrials, over: PipelineAxis, runs: int, floor: Seconds) -> None:
@@ -143,7 +146,7 @@ class _OpenSchedules:
         self._uncut: UncutStep | None = None
 
     def refined(self) -> bool:
-        """Whether the bound is another one now, of what takes longer to be known."""
+        """Compute the next tighter, more expensive bound; returns whether there is one."""
         if self.bounds:
             return False
         try:
@@ -160,14 +163,14 @@ class _OpenSchedules:
         return True
 
     def faster(self) -> Iterator[ScheduledStages]:
-        """The schedules that may be faster than what is known by then, the least bound first."""
+        """The schedules that may beat the best known, lowest bound first."""
         bounds = self.bounds or [self.bound] * len(self.ways)
         for bound, way in sorted(zip(bounds, self.ways, strict=True), key=lambda one: one[0]):
             if bound < self.search.seconds:
                 yield way
 
     def _bounded(self, uncut: UncutStep, schedule: str, stages: int | str | Sequence[str]) -> Seconds:
-        """The bound of the step by a schedule; infinite where the program lacks the stages."""
+        """The bound of the step under a schedule; infinite if the program has too few stages."""
         asked = replace(self.over.options, schedule=schedule, stages=stages)
         try:
             cut = self.search.cuts(self.over, self.runs).chosen(self.over.mesh, self.over.axis, asked, self.runs)

@@ -1,4 +1,4 @@
-"""What is left open of a pipeline: parts of an axis, numbers, schedules; and the least that a step may take.
+"""The search space of a pipeline (splits of an axis, numbers, schedules), with lower bounds on the step.
 
 See `pipeline_search` and `large_pipelines`, which try them.
 """
@@ -31,8 +31,9 @@ CHUNKS = (2, 3, 4)  # stages a rank that are tried where their number is open
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineAxis:
-    """A mesh with the axis of a pipeline, what is asked for on it, and what is known of stages there: by the `planner`, and
-    by the one `beyond` the budget, whose memory is plenty."""
+    """A mesh with a pipeline axis, its options, and what is known about stages there: from the `planner`, and from the one
+    `beyond` the budget, which has ample memory.
+    """
 
     mesh: Mesh
     axis: str
@@ -42,8 +43,9 @@ class PipelineAxis:
 
     @staticmethod
     def of(mesh: Mesh, axis: str, options: Options, settings: SearchSettings) -> PipelineAxis:
-        """This axis of a mesh, whose stages are searched by these settings; where it is cut off another one, constraints are
-        those on what is left."""
+        """The pipeline axis of a mesh, searched with these settings; if it is cut off another axis, constraints apply to the
+        rest.
+        """
         spatial = without_axis(mesh, axis)
         if options.pipeline == AUTO:
             options = replace(options, constraints=_on(spatial, mesh, options.constraints))
@@ -52,8 +54,7 @@ class PipelineAxis:
 
     @functools.cached_property
     def hiding(self) -> PipelineAxis:
-        """The axis with a planner for which messages hide beside the computing, but for those of the first and the last
-        micro-batches, as if as many of these waited as there are cuts."""
+        """The axis with a planner that assumes hidden messages, except for as many micro-batches as there are cuts."""
         known = self.planner
         waiting = StagePlanner(known.mesh, known.link, known.options, known.settings, waiting=self.ranks - 1)
         return replace(self, planner=waiting)
@@ -64,7 +65,7 @@ class PipelineAxis:
         return self.mesh.sizes[self.mesh.axes.index(self.axis)]
 
     def floor(self, products: Seconds, runs: int) -> Seconds:
-        """What a step takes at least by the schedules that are open, if its products take so long without stages."""
+        """A lower bound over the open schedules, if the step's products take so long without stages."""
         if self.options.schedule.partition("+")[0] not in WHOLE:
             return products
         return self.ranks * products / (runs * (1 - (1 - 1 / runs) ** self.ranks))
@@ -72,10 +73,10 @@ class PipelineAxis:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Hope:
-    """Stages of so many micro-batches over an axis that are guessed from the first one, which holds one of them at a time.
+    """Stages guessed from the first one, which holds one micro-batch at a time, for so many micro-batches over an axis.
 
-    `dropped` is the share of what the others would hold that does not fit into the memory, with as many in flight as the first
-    schedule has.
+    `dropped` is the share of the other micro-batches' memory that does not fit, with as many in flight as in the first
+    schedule.
     """
 
     over: PipelineAxis
@@ -84,24 +85,24 @@ class Hope:
     dropped: float = 0.0
 
     def busy(self) -> Seconds:
-        """What a step would take in which no rank is ever idle."""
+        """The step if no rank were ever idle."""
         return sum(self.runs * stage.busy + stage.once for stage in self.stages) / self.over.ranks
 
     def made_again(self) -> Seconds:
-        """About what a step takes longer as what is dropped is made again: as large a share of its forwards."""
+        """The estimated cost of recomputing what is dropped: the same share of the forwards."""
         return self.dropped * self.runs * sum(stage.forward for stage in self.stages) / self.over.ranks
 
     def by(self, cut: Cut, shares: Sequence[float]) -> Seconds:
-        """What a step would take in other stages, by another schedule, that have these shares of the program."""
+        """The estimated step in other stages with these shares of the program, under another schedule."""
         first = self.stages[0]
         whole = first.times(sum(stage.busy for stage in self.stages) / first.busy)
         return cut.waits_filled([whole.times(share) for share in shares])[1]
 
 
 def forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
-    """The schedules and numbers of stages that options leave open, those first that hold least.
+    """The schedules and numbers of stages that the options leave open, least memory first.
 
-    A backward that is compiled does not come in halves.
+    A compiled backward is not split in halves.
     """
     chosen = options.schedule == AUTO and options.compiled
     return (form for form in _forms(options, ranks) if not (chosen and form[0].partition("+")[0] in DEFERRED))
@@ -139,14 +140,14 @@ def _forms(options: Options, ranks: int) -> Iterator[ScheduledStages]:
 
 
 def given_microbatches(options: Options) -> int | None:
-    """How many micro-batches a step has where that is not open: as is asked for, or as in the file of its schedule."""
+    """The fixed number of micro-batches, if any: as requested, or as in the schedule's file."""
     if isinstance(options.microbatches, int):
         return options.microbatches
     return read_schedule(options.schedule).microbatches if is_file(options.schedule) else None
 
 
 def doubled(numbers: Iterable[int]) -> Iterator[int]:
-    """The numbers of which each is at least twice the one before.
+    """A subset of the numbers in which each is at least twice the previous one.
 
     >>> list(doubled([1, 2, 3, 4, 6, 12]))
     [1, 2, 4, 12]
@@ -159,7 +160,7 @@ def doubled(numbers: Iterable[int]) -> Iterator[int]:
 
 
 def nearest(numbers: Sequence[int], near: float) -> int:
-    """The place of the number by which `near` has the smallest factor.
+    """The index of the number with the smallest ratio to `near`.
 
     >>> nearest([1, 2, 4, 8, 16], 5)
     2
@@ -170,10 +171,10 @@ def nearest(numbers: Sequence[int], near: float) -> int:
 def climbed(
     numbers: Sequence[int], near: float, seconds: Callable[[int], Seconds], short: Callable[[], bool]
 ) -> tuple[Seconds, int, int]:
-    """The best time over some numbers, the number that has it, and how many were left out.
+    """The best time over some numbers, the number that has it, and how many were skipped.
 
-    From the one that is nearest to `near` up, until one is slower, and down only if none above is faster, until one is slower
-    or was `short` of memory: fewer micro-batches, or ranks, hold more.
+    Climbs up from the one nearest to `near` until one is slower, then down if none above is faster, until one is slower or was
+    `short` of memory: fewer micro-batches, or ranks, hold more.
 
     >>> climbed([1, 2, 4, 8, 16], 4, {4: 3.0, 8: 2.0, 16: 5.0}.__getitem__, lambda: False)
     (2.0, 8, 2)
@@ -199,7 +200,7 @@ def climbed(
 
 
 def cut_mesh(mesh: Mesh, ranks: int) -> Mesh:
-    """A mesh cut for so many ranks of a pipeline; links are those of the parts, unless they were given with the mesh."""
+    """Cut a mesh for so many pipeline ranks; links are those of the parts, unless they were given with the mesh."""
     cut, device = mesh.cut(ranks), mesh.device
     assert device is not None, "a mesh is planned with its device"
     of_device = connect(replace(mesh, links=()), device).links == mesh.links
@@ -207,7 +208,7 @@ def cut_mesh(mesh: Mesh, ranks: int) -> Mesh:
 
 
 def _on(spatial: Mesh, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, str]:
-    """Constraints on a mesh as those on what is left of it for a stage, which may lack the outermost axis."""
+    """Constraints on a mesh, restricted to the mesh of a stage, which may lack the outermost axis."""
     if len(spatial.sizes) == 1 and len(mesh.sizes) == 1:
         return dict(constraints)
     whole = mesh.joined.axes == spatial.axes
@@ -215,7 +216,7 @@ def _on(spatial: Mesh, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, 
 
 
 def products_floor(program: Program, mesh: Mesh, options: Options) -> Seconds:
-    """Seconds in which all devices at their peak do the products of a step; 0 where prices are not the catalog's."""
+    """Seconds for a step's products on all devices at their peak; 0 if prices are not the catalog's."""
     device = mesh.device
     assert device is not None, "a mesh is planned with its device"
     if options.cost_model.name != CATALOG.name or device.rates:

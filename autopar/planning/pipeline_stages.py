@@ -1,11 +1,11 @@
-"""Where a program is cut into pipeline stages: at module paths, or so that a step by the schedule is shortest.
+"""Cuts a program into pipeline stages: at module paths, or so that a step under the schedule is shortest.
 
-stages=["h.2", "h.4"]     three stages, the second and third of which begin with these modules
+stages=["h.2", "h.4"]     three stages; the second and third begin with these modules
 stages=4                  four stages: regions of one device's prices, put together by `pipeline.stage_search`
-stages="auto"             as many as the pipeline's axis has ranks
+stages="auto"             one per rank of the pipeline's axis
 
 schedule="1f1b+2"         1f1b, with two forwards more before the first backward of each rank; so "zb-h1+2"
-schedule="table.csv"      what a file says, with its number of stages and of micro-batches
+schedule="table.csv"      from a file, with its number of stages and micro-batches
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALIKE = StageSeconds(forward=1.0, backward_input=1.2, backward_weight=0.8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The places of the ops with which stages begin, the modules in which these are, and the schedule of the stages."""
+    """The ops where stages begin, their modules, and the schedule of the stages."""
 
     starts: tuple[int, ...]
     modules: tuple[str, ...]
@@ -47,10 +47,10 @@ class Cut:
 
     @property
     def repeats(self) -> int:
-        """The micro-batches for which a step takes long enough, if stages are alike: those of the schedule, and those for which
-        ranks wait, to an eighth of the former.
+        """The length of a step in micro-batches, for equal stages: those of the schedule plus the waiting of ranks, rounded to
+        an eighth of the former.
 
-        A second of a micro-batch costs a step so many times as much as one of what is done once.
+        One second of a micro-batch costs a step this many times as much as one second of work done once.
         """
         runs, stages = self.schedule.microbatches, self.schedule.stages
         seconds = clock_of(self.schedule).seconds([ALIKE] * stages)
@@ -58,8 +58,9 @@ class Cut:
         return math.ceil(runs * round(PARTS * seconds / full) / PARTS)
 
     def waits_filled(self, stages: Sequence[StageSeconds]) -> tuple[Cut, Seconds]:
-        """The cut with its W where ranks of stages that take so long would wait, and the seconds of a step: see
-        `pipeline.weight_gradients`. A schedule that a file gives is run as it stands there."""
+        """The cut with W placed where ranks would wait for stages of these seconds, and the step time: see
+        `pipeline.weight_gradients`. A schedule from a file is run unchanged.
+        """
         if is_file(self.name):
             return self, clock_of(self.schedule).seconds(stages)
         schedule, seconds = waits_filled(self.schedule, stages)
@@ -77,28 +78,28 @@ def without_axis(mesh: Mesh, axis: str) -> Mesh:
 
 
 class StageCuts:
-    """The cuts of a step, of the program of one micro-batch, for any number of ranks, by the prices of a device."""
+    """The cuts of a step (the program of one micro-batch) for any number of ranks, by one device's prices."""
 
     def __init__(self, step: TrainingStep, device: Device) -> None:
         self.step, self._regions = step, CutRegions(step.program, device)
         self._steps: dict[tuple[int, ...], StageSteps] = {}
 
     def steps(self, starts: tuple[int, ...]) -> StageSteps:
-        """The steps of the stages that begin with these ops."""
+        """The steps of the stages that begin at these ops."""
         if starts not in self._steps:
             self._steps[starts] = StageSteps(self.step, starts)
         return self._steps[starts]
 
     def shares(self, starts: tuple[int, ...]) -> list[float]:
-        """The parts of the program's seconds, by rough prices, in the stages that begin with these ops."""
+        """The shares of the program's seconds, at rough prices, of the stages that begin at these ops."""
         return self._regions.shares(starts)
 
     def messages(self, starts: tuple[int, ...], link: Link, devices: int) -> float:
-        """The largest part that messages are of what a stage computes by rough prices, if so many devices share both."""
+        """The largest ratio of messages to computing in a stage at rough prices, if so many devices share both."""
         return self._regions.messages(starts, link, devices)
 
     def recut(self, cut: Cut, known: Sequence[StageSeconds]) -> tuple[Cut, float]:
-        """Stages for the same schedule by what those of a cut take, and what their step takes, in parts of that of the cut."""
+        """New stages for the same schedule, by the seconds of a cut's stages, and their step time relative to the cut's."""
         ranks, runs = len(cut.schedule.ranks), cut.schedule.microbatches
         chunks = cut.schedule.stages // ranks
         _, schedule = _schedule(cut.name, ranks, chunks, runs)
@@ -109,7 +110,7 @@ class StageCuts:
         return made, found.seconds / found.before
 
     def chosen(self, mesh: Mesh, axis: str, options: Options, microbatches: int) -> Cut:
-        """The stages that the options ask for, of which the axis of the mesh has the ranks.
+        """The requested stages, for the ranks of the mesh's axis.
 
         Raises ConstraintError for stages that the program or the schedule does not have.
         """
@@ -134,7 +135,9 @@ class StageCuts:
         if schedule is None:
             name, schedule = _schedule(options.schedule, ranks, count // ranks, microbatches)
         if schedule.deferred and microbatches == 1:
-            raise ConstraintError(f"the schedule {name} defers gradients of weights, of one micro-batch", fix="two, or 1f1b")
+            raise ConstraintError(
+                f"the schedule {name} defers gradients of weights, which takes more than one micro-batch", fix="two, or 1f1b"
+            )
         if schedule.deferred and options.compiled:
             what = f"the schedule {name} defers gradients of weights, which a compiled backward makes at once"
             raise ConstraintError(what, fix='schedule="1f1b" or "interleaved"; or plan without compiled=True')
@@ -149,7 +152,7 @@ def _number(options: Options, ranks: int, starts: Sequence[int] | None) -> int:
 
 
 def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[str, PipelineSchedule]:
-    """The schedule of this name, by default 1f1b, or interleaved where a rank has several chunks."""
+    """The schedule with this name, by default 1f1b, or interleaved if a rank has several chunks."""
     usual = "1f1b" if chunks == 1 else "interleaved"
     name = usual if asked == AUTO else asked
     base, ahead = parts(name)
@@ -157,9 +160,9 @@ def _schedule(asked: str, ranks: int, chunks: int, microbatches: int) -> tuple[s
 
 
 def _few(name: str, ranks: int, chunks: int, microbatches: int) -> PipelineSchedule:
-    """A schedule of some micro-batches: a steady state repeats, so that more of them than a few a rank say nothing new.
+    """A schedule with few micro-batches: a steady state repeats, so more than a few per rank add nothing.
 
-    With one stage a rank it is 1f1b whatever the name, so that schedules differ in nothing else.
+    With one stage per rank it is always 1f1b, so that schedules have the same cuts.
     """
     few = min(microbatches, STEADY * ranks)
     several = "zb-v" if name == "zb-v" else "interleaved"

@@ -1,8 +1,8 @@
-"""Pipelines that are tried one after the other: the best so far, how the others fared, and what is used again.
+"""Trials of pipelines one after the other: the best so far, the outcomes of the others, and what is reused.
 
     cut the mesh for so many ranks -> cut the program of so many micro-batches -> plan its stages, time the step
 
-What is tried, and in which order, is another's: `pipeline_search` tries all of it, `large_pipelines` what may be best.
+Subclasses choose what to try, and in which order: `pipeline_search` everything, `large_pipelines` what may be best.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MESSAGES = 0.05  # messages, in parts of what a stage computes, from which on st
 
 
 class PipelineTrials(ABC):
-    """A search over what is left open of a pipeline, with what it knows.
+    """A search over the open choices of a pipeline, with what it knows.
 
     `found` are the stages of the best plan, with their axis and options; `without` is the best plan if it has none;
     `refused` why there were no plans.
@@ -70,18 +70,18 @@ class PipelineTrials(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Try what was left for later, when all meshes are known."""
+        """Try what was postponed, when all meshes are known."""
 
     @abstractmethod
     def numbers(self, over: PipelineAxis, products: Seconds) -> Seconds:
-        """Search all numbers of micro-batches, of which a step takes `products` at the devices' peak; the best time."""
+        """Search all numbers of micro-batches; `products` are a step's seconds at the devices' peak. Returns the best time."""
 
     @abstractmethod
     def number(self, over: PipelineAxis, runs: int) -> Seconds:
-        """Search the schedules of so many micro-batches; their best time, infinite if there is no plan."""
+        """Search the schedules of so many micro-batches; returns the best time, infinite if there is no plan."""
 
     def unlikely(self, steps: StageSteps, cut: Cut, over: PipelineAxis) -> Seconds:
-        """What a step takes that is no faster than what is known, by less than its plan; infinite where it may be faster."""
+        """The step if cheap estimates show that it does not beat the best known; infinite if it may."""
         return math.inf
 
     def ways_to_cut(self, mesh: Mesh) -> list[int]:
@@ -94,7 +94,7 @@ class PipelineTrials(ABC):
         return [ranks for ranks in range(2, mesh.sizes[0] + 1) if mesh.sizes[0] % ranks == 0]
 
     def cut(self, mesh: Mesh, ranks: int) -> Seconds:
-        """Search the pipelines of so many ranks of the outermost axis; the best time there, infinite if there are none."""
+        """Search pipelines with so many ranks of the outermost axis; returns the best time, infinite if there are none."""
         try:
             cut = cut_mesh(mesh, ranks)
             return self.over(cut, cut.axes[0])
@@ -103,7 +103,7 @@ class PipelineTrials(ABC):
             return math.inf
 
     def over(self, mesh: Mesh, axis: str) -> Seconds:
-        """Search all numbers of micro-batches and schedules over an axis that has stages; the best time there."""
+        """Search all numbers of micro-batches and schedules over a pipeline axis; returns the best time."""
         over = PipelineAxis.of(mesh, axis, self.options, self.settings)
         given = given_microbatches(self.options)
         if given is not None:
@@ -113,8 +113,9 @@ class PipelineTrials(ABC):
         return self.numbers(over, self._products[mesh.size])
 
     def whole(self, mesh: Mesh, runs: int | str) -> Seconds:
-        """Plan without stages in so many micro-batches: seconds, or those that are known already where they are less; infinite
-        if there is no plan."""
+        """Plan without stages in so many micro-batches; returns the seconds, or the known ones if less; infinite if there is no
+        plan.
+        """
         options, known = replace(self.options, pipeline=None, microbatches=runs), self.seconds
         if self.ended:
             return math.inf
@@ -132,8 +133,7 @@ class PipelineTrials(ABC):
         return min(seconds, known)
 
     def schedules(self, over: PipelineAxis, runs: int, ways: Iterable[ScheduledStages]) -> Seconds:
-        """Search schedules of so many micro-batches; the best time of those that were planned, or else what one of them takes
-        at least."""
+        """Search schedules of so many micro-batches; returns the best planned time, or else a lower bound on one of them."""
         known, slower, never = list[StagedStep](), math.inf, set[tuple[int, ...]]()
         if self.ended:
             return math.inf
@@ -186,8 +186,9 @@ class PipelineTrials(ABC):
         return min((made.seconds for made in known), default=slower)
 
     def recut(self) -> None:
-        """Cut stages anew by what they take: of those that are about as fast as the best ones, these that are fastest then; and
-        again, by what takes less then."""
+        """Cut stages again by their planned seconds: among those about as fast as the best, the ones that become fastest; and
+        repeat while it helps.
+        """
         first, known = self.seconds, dict[StagedStep, tuple[Cut, float]]()
         for _ in range(RECUTS):
             before, best = self.seconds, self._fastest_recut(known)
@@ -202,7 +203,7 @@ class PipelineTrials(ABC):
         self.fared["cut anew"] += self.seconds < first
 
     def _fastest_recut(self, known: dict[StagedStep, tuple[Cut, float]]) -> PlannedPipeline | None:
-        """What is fastest when it is cut anew, if that is worth it; `known` has cuts, and what part of the step they take."""
+        """The fastest after a new cut, if that is worth it; `known` has cuts, and the fraction of the step that they take."""
         least, best = self.seconds, None
         for made, over, asked in [] if self.ended else self._planned:
             fixed = is_file(asked.schedule) or not (asked.stages == AUTO or isinstance(asked.stages, int))
@@ -216,7 +217,7 @@ class PipelineTrials(ABC):
         return best
 
     def hide(self) -> None:
-        """Plan the best stages anew by messages that hide, where their step would be faster without any."""
+        """Plan the best stages again assuming hidden messages, if their step would be faster without any."""
         if self.found is None or self.ended:
             return
         made, over, asked = self.found
@@ -228,14 +229,15 @@ class PipelineTrials(ABC):
         self._again(made.steps, over.hiding, made.cut, asked)
 
     def uncut(self) -> None:
-        """Plan the best stages anew, with what they send in the layouts of a whole step."""
+        """Plan the best stages again, sending values in the layouts of a whole step."""
         if self.found is not None and not self.ended:
             self._as_uncut(*self.found)
 
     def _as_uncut(self, made: StagedStep, over: PipelineAxis, asked: Options) -> StagedStep | None:
-        """Stages that send what they send in the layouts of a whole step, where that may be faster: a stage that is planned
-        after another one makes the best of what it receives, which may be dear for all that follow. Only stages that would send
-        or receive another layout can be faster."""
+        """The stages with messages in the layouts of a whole step, if that may be faster: a stage planned after another one
+        adapts to what it receives, which may be expensive for all that follow. Only stages that would send or receive another
+        layout can be faster.
+        """
         cut, planner, stages = made.cut, over.planner, made.stage_seconds
         if asked.strategy != AUTO or planner.mesh.size == 1:
             return None
@@ -254,7 +256,7 @@ class PipelineTrials(ABC):
         return self._again(made.steps, replace(over, planner=planner.sending(sent)), cut, asked)
 
     def _again(self, steps: StageSteps, over: PipelineAxis, cut: Cut, asked: Options) -> StagedStep | None:
-        """Stages that are planned in another way than the best ones were; None if they do not fit, or are slower."""
+        """The best stages planned in another way; None if they do not fit or are slower."""
         try:
             made = staged(steps, over.mesh, over.axis, cut, over.planner, self.seconds)
         except AutoparError as error:
@@ -264,11 +266,11 @@ class PipelineTrials(ABC):
         return made
 
     def _messages(self, over: PipelineAxis, cuts: StageCuts, cut: Cut) -> float:
-        """The largest part that messages may be of what a stage computes."""
+        """The largest ratio of messages to computing that a stage may have."""
         return cuts.messages(cut.starts, over.planner.link, over.planner.mesh.size)
 
     def _found(self, made: StagedStep, over: PipelineAxis, asked: Options) -> bool:
-        """Whether stages that are planned are the best so far."""
+        """Whether planned stages are the best so far."""
         self.fared["planned"] += 1
         self._planned.append((made, over, asked))
         if made.seconds >= self.seconds:
@@ -277,7 +279,7 @@ class PipelineTrials(ABC):
         return True
 
     def cuts(self, over: PipelineAxis, runs: int) -> StageCuts:
-        """The cuts of a step of so many micro-batches, padded as is best on the mesh of a stage; meshes have one device."""
+        """The cuts of a step of so many micro-batches, with the best padding on the mesh of a stage."""
         mesh, sizes = over.planner.mesh, over.planner.mesh.sizes
         if sizes not in self._padding:
             step = microbatches(self.program, runs)
@@ -292,8 +294,9 @@ class PipelineTrials(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether the deadline has come, and something was tried; with a plan, whether what is left of it is for the named
-        strategies: a search that begins now would end with one of these."""
+        """Whether the deadline has come after at least one trial; with a plan, whether the remaining time is reserved for the
+        named strategies.
+        """
         deadline = self.settings.deadline
         if self.seconds < math.inf:
             return deadline.earlier(self.settings.named_share).passed
@@ -301,11 +304,11 @@ class PipelineTrials(ABC):
 
     @property
     def short(self) -> bool:
-        """Whether what was refused last does not fit."""
+        """Whether the last refusal was for lack of memory."""
         return bool(self.refused) and isinstance(self.refused[-1], BudgetError)
 
     def plan(self) -> Plan:
-        """The plan of the best that was found. Raises the error of what is nearest to one, if nothing was."""
+        """The best plan found. If there is none, raises the error of the nearest miss."""
         fared = f"{self.fared.pop('planned', 0)} pipelines planned"
         searched = "; ".join([fared, *(f"{count} {how}" for how, count in self.fared.items() if count)])
         if self.ended or self.settings.deadline.passed:

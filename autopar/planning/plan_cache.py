@@ -1,4 +1,4 @@
-"""Plans kept in a folder, so that what was planned once for a program and a mesh is not planned again."""
+"""Caches plans in a folder, so that a program is planned only once for a mesh."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LOG = logging.getLogger("autopar")
 
 
 def cached(folder: Path, program: Program, meshes: Sequence[Mesh], options: Options, make: Callable[[], Plan]) -> Plan:
-    """The plan that is kept for this, or else the one that `make` makes, which is kept then.
+    """Return the cached plan for this, or call `make` and cache its plan.
 
-    A file that is no plan of the program is replaced. Prices of a cost model of the user's own are not known by a name: its
-    plans are made anew. So are those of a folder that cannot be written, with a warning.
+    A file that is not a plan of the program is replaced. Plans under a user's own cost model are not cached, because its prices
+    have no name. If the folder cannot be written, plans are made again, with a warning.
     """
     if options.cost_model is not CATALOG:
         return make()
@@ -47,7 +47,7 @@ def cached(folder: Path, program: Program, meshes: Sequence[Mesh], options: Opti
 
 
 def fingerprint(program: Program, meshes: Sequence[Mesh], options: Options) -> str:
-    """What a plan depends on, in 32 digits: the program's hash, meshes with devices and links, options, the version."""
+    """A hash of 32 digits of what a plan depends on: the program, meshes with devices and links, options, the version."""
     named = {one.name: getattr(options, one.name) for one in fields(Options) if one.name != "cost_model"}
     asked = sorted((named | {"optimizer": options.stepped}).items())  # what it costs: a function's text is its address
     devices = [(mesh.axes, mesh.sizes, mesh.links, mesh.device, mesh.flattened) for mesh in meshes]

@@ -1,4 +1,4 @@
-"""The best of the forms that a program may run in: so many micro-batches, and dims padded that the mesh does not divide."""
+"""Searches over the variants of a program: numbers of micro-batches, and padding of dims that the mesh does not divide."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ PADDED = (
 def best_shape(
     program: Program, meshes: Sequence[Mesh], options: Options, stop: Stop, settings: SearchSettings = DEFAULTS
 ) -> Optimized:
-    """The best solution on any of some meshes; of those that are as fast, on the first.
+    """The best solution on any of these meshes; ties go to the first.
 
-    Raises what `best_variant` raises where no mesh has a solution: what is nearest to one, or the first error.
+    If no mesh has a solution, raises an error of `best_variant`: that of the nearest miss, or the first.
     """
     if len(meshes) == 1:
         return best_variant(program, meshes[0], options, stop, settings)
@@ -67,18 +67,17 @@ def best_shape(
 
 
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
-    """The best solution in the number of micro-batches that is asked for; of those that the search proposes, the simulator
-    decides.
+    """The best solution in the requested number of micro-batches; the simulator decides between the search's proposals.
 
-    Raises ConstraintError if a pipeline is asked for: each stage of it is a solution of its own.
+    Raises ConstraintError if a pipeline is requested: each of its stages is a solution of its own.
     """
     return decided(_best_variant(program, mesh, options, stop, settings), options, settings, stop)
 
 
 def _best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
-    """The solution of least price in the number of micro-batches that is asked for.
+    """The solution of least price in the requested number of micro-batches.
 
-    Raises ConstraintError if a pipeline is asked for: each stage of it is a solution of its own.
+    Raises ConstraintError if a pipeline is requested: each of its stages is a solution of its own.
     """
     if options.pipeline is not None:
         what = f"pipeline={options.pipeline!r} has to be planned in stages"
@@ -95,8 +94,8 @@ def _best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, se
 
 
 def limited(settings: SearchSettings, options: Options) -> SearchSettings:
-    """The settings with the time limit that is asked for, which begins now, and with an ear for Ctrl-C; with their own deadline
-    where they have one.
+    """The settings with the requested time limit, which starts now, and handling of Ctrl-C; a deadline that they already have
+    is kept.
 
     Raises ConstraintError if that is not a number of seconds.
     """
@@ -116,13 +115,13 @@ def check_seconds(limit: object) -> None:
 
 
 def check_number(runs: object) -> None:
-    """Raise ConstraintError for micro-batches that are no whole number."""
+    """Raise ConstraintError if the number of micro-batches is not an integer."""
     if isinstance(runs, bool) or not isinstance(runs, int):
         raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
 
 
 def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
-    """The fastest solution over the numbers of micro-batches, each at least twice the last, until one that fits is slower."""
+    """The fastest solution over numbers of micro-batches, each at least twice the last, until one that fits is slower."""
     best: Optimized | None = None
     refused: list[BudgetError] = []
     unsolved: SolverError | None = None
@@ -164,7 +163,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
 
 
 def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
-    """The solution for a step whose number of micro-batches is settled, padded where that is better or the only way."""
+    """The solution for a fixed number of micro-batches, with padding if that is better or the only way."""
     best: Optimized | None = None
     refused: list[AutoparError] = []
     for rooms in _paddings(step.program, mesh, options).values():
@@ -192,8 +191,9 @@ def _best_padded(step: TrainingStep, mesh: Mesh, options: Options, stop: Stop, s
 
 
 def least_padded(step: TrainingStep, mesh: Mesh, options: Options, settings: SearchSettings) -> PaddingExtent:
-    """The padding with which a step whose number of micro-batches is settled takes least by its bound, in whatever memory;
-    none where that wins less than `padding_gain`."""
+    """The padding with the lowest bound for a fixed number of micro-batches, in any memory; none if it wins less than
+    `padding_gain`.
+    """
 
     def least(padding: PaddingExtent) -> Seconds:
         try:
@@ -207,7 +207,7 @@ def least_padded(step: TrainingStep, mesh: Mesh, options: Options, settings: Sea
 
 
 def _paddings(program: Program, mesh: Mesh, options: Options) -> dict[PaddingExtent, Rooms]:
-    """What each padding makes room for on a mesh, where it differs from the one before."""
+    """The distinct paddings on a mesh: each that differs from the previous one."""
     found: dict[PaddingExtent, Rooms] = {}
     for padding in PaddingExtent if options.strategy in PADDED else (PaddingExtent.NONE,):
         rooms = padding.rooms(program, mesh)
@@ -217,7 +217,7 @@ def _paddings(program: Program, mesh: Mesh, options: Options) -> dict[PaddingExt
 
 
 def _spent(best: Optimized, wide: Program) -> Seconds:
-    """What a solution spends on the values that are wider in another program, which is about all that this could save."""
+    """What a solution spends on values that are wider in another program: about the most that padding could save."""
     problem, solution, program = best.formulated.problem, best.solution, best.formulated.program
     both = program.values.keys() & wide.values.keys()
     wider = {name for name in both if program.values[name].shape != wide.values[name].shape}
@@ -229,7 +229,7 @@ def _spent(best: Optimized, wide: Program) -> Seconds:
 
 
 def _nearest_error(refused: Sequence[AutoparError]) -> AutoparError:
-    """The error of what is nearest to a plan: of what fits into the smallest budget, or the first."""
+    """The error of the nearest miss: the one asking for the smallest budget, or the first."""
     short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
     return _nearest(short) if short else refused[0]
 

@@ -1,6 +1,6 @@
 """Planning: from a model and a mesh to a `Plan`.
 
-capture -> passes -> the best variant of the program (`plan_search`), solved as it is (`optimize`) -> plan
+capture -> passes -> the best variant of the program (`plan_search`), each solved by `optimize` -> plan
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Planned:
 
 
 class _Clock:
-    """Seconds per phase; `tell` hears of the end of each."""
+    """Seconds per phase; `tell` is called at the end of each."""
 
     def __init__(self, tell: Stop) -> None:
         self.phases: dict[str, float] = {}
@@ -104,10 +104,10 @@ def read_program(
     places: Mapping[InputDim, int] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Captured:
-    """Capture a model and bring its program into the form in which it is planned, and into the precision in which it runs.
+    """Capture a model and convert its program to the form for planning, in the requested precision.
 
     The options say how: `mode`, `precision`, `reduce`, `static` and `assume`. `places` are dims of the sample that get another
-    size, `buffers` the values of those of a model on the meta device.
+    size, `buffers` the values of a meta model's buffers.
     """
     dtype = stored(options.precision, options.reduce)
     captured = capture(model, sample_input, dtype, places, replace(options.assumptions, buffers=buffers or {}))
@@ -122,21 +122,21 @@ def read_program(
 
 
 def with_dynamic_sizes(resolved: ResolvedPlan, sizes: Sequence[Size], model: nn.Module, sample_input: object) -> ResolvedPlan:
-    """The plan of a model with the sizes that may vary.
+    """The plan of a model with its dynamic sizes.
 
-    Raises CaptureError if the model computes something else at other sizes.
+    Raises CaptureError if the model is another program at other sizes.
     """
     return varied(resolved, sizes, at_sizes(resolved.plan, model, sample_input))
 
 
 def at_sizes(plan: Plan, model: nn.Module, sample_input: object) -> Callable[[dict[InputDim, int]], Program]:
-    """What captures the model of a plan at other sizes."""
+    """A function that captures the planned model at other sizes."""
     asked = Options().under(plan)
     return lambda places: read_program(model, sample_input, asked, places).program
 
 
 def connected_meshes(mesh: object, options: Options, program: Program) -> tuple[Mesh, ...]:
-    """The mesh with its device and links, or all shapes of one that is left open."""
+    """The mesh with its device and links, or all shapes of an open mesh."""
     if isinstance(mesh, AutoMesh):
         return connected_shapes(mesh, options, len(program.ops))
     return (connected_mesh(mesh, options),)
@@ -145,8 +145,8 @@ def connected_meshes(mesh: object, options: Options, program: Program) -> tuple[
 def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> Mesh:
     """The mesh with its device and links, the mesh's own where it has them; its axes are those of `plan` if there is one.
 
-    Many axes are merged to a few: the ways to split an operator are a product over axes, and planning takes five to nine times
-    as long with every axis more. Constraints name a layout per axis, and strategies what each axis does: with them all stay.
+    Many axes are merged into a few: the ways to split an operator are a product over axes, and each further axis makes planning
+    five to nine times slower. Constraints and strategies refer to individual axes: with them all axes stay.
     """
     found = Mesh.of(mesh).devices if plan is not None else Mesh.of(mesh)
     wanted = options.device if options.device is not None else found.device
@@ -161,7 +161,7 @@ def connected_mesh(mesh: object, options: Options, plan: Plan | None = None) -> 
 
 
 def _with_memories_of(plan: Plan, mesh: Mesh) -> Mesh:
-    """A mesh with the axis of memories of a plan, if it has one, over the plan's link: where everything lies is decided."""
+    """A mesh with a plan's memory axis, if it has one, over the plan's link: storage places are already decided."""
     if not plan.mesh.has_memories:
         return mesh
     assert mesh.device is not None, "it is connected"
@@ -177,7 +177,7 @@ def _names_axes(options: Options) -> bool:
 
 
 def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
-    """The mesh with the axes of its plan, which may have merged some, or cut the outermost for pipeline stages.
+    """The mesh with its plan's axes: some may be merged, or the outermost cut for pipeline stages.
 
     Raises PlanError if it was made for another mesh.
     """
@@ -198,7 +198,7 @@ def planned_mesh(plan: Plan, mesh: Mesh) -> Mesh:
 
 
 def stored_layouts(plan: Plan, program: Program) -> dict[str, str]:
-    """The layouts in which a plan stores what another program uses, by name."""
+    """The layouts in which a plan stores another program's tensors, by name."""
     names = (stored.value.name for stored in (*program.parameters, *program.buffers) if stored.used)
     return {name: plan.layouts[name] for name in names}
 
@@ -216,16 +216,16 @@ def resolve_program(program: Program, mesh: Mesh, options: Options, stop: Stop =
 
 
 def resolved_plan(found: Optimized, options: Options, chosen: Assignment | None = None) -> ResolvedPlan:
-    """The plan of a solution, or of `chosen`, which recomputes other things, with its analysis and assignment."""
+    """The plan of a solution, or of `chosen`, which has another recomputation, with its analysis and assignment."""
     chosen = chosen or assignment(found.formulated, found.solution)
     plan = to_plan(found, options, chosen)
     return ResolvedPlan(plan=plan, analysis=found.formulated.analysis, assignment=chosen)
 
 
 def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None, *, alike: Plan | None = None) -> Plan:
-    """The plan of a solution as text with its cost breakdown, or that of `chosen`, which recomputes other things.
+    """The plan of a solution as text with its cost breakdown, or of `chosen`, which has another recomputation.
 
-    If there is a plan `alike`, of the same solution under other names, the simulator does not run the step again.
+    With a plan `alike`, of the same solution under other names, the step is not simulated again.
     """
     formulated, solution = found.formulated, found.solution
     program, mesh, analysis = formulated.program, formulated.mesh, formulated.analysis
@@ -271,7 +271,7 @@ def to_plan(found: Optimized, options: Options, chosen: Assignment | None = None
 
 
 def _searched(found: Optimized, options: Options) -> Iterator[str]:
-    """What a plan says of how it was searched."""
+    """A plan's notes on its search."""
     if len(found.shapes) > 1:
         yield f"the fastest of {len(found.shapes)} shapes of the mesh: {', '.join(found.shapes)}"
     if found.stopped:
@@ -285,7 +285,7 @@ def collectives_of(
 ) -> Iterator[Collective]:
     """Every collective of one step, forward and backward; the weights of a bucket travel in one.
 
-    `sent` are those of a simulated step, which say what is exposed.
+    `sent` are those of a simulated step, with their exposed time.
     """
     exposed: dict[object, list[Seconds]] = defaultdict(list)
     for one in sent:

@@ -1,7 +1,7 @@
-"""Solutions by the narrower recompute policies, where the search over all that can be recomputed finds none that fits.
+"""Solves with narrower recompute policies if the search over all recomputations finds nothing that fits.
 
-That search stays near a relaxation, in which parts of blocks are recomputed; within a budget that only whole blocks, or what is
-cheap to recompute, fit into, it may find nothing.
+The full search stays near a relaxation, which recomputes parts of blocks; it may find nothing within a budget that only fits if
+whole blocks, or what is cheap, are recomputed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Posed = tuple[MemoryModel, Solution]  # a problem, and a solution of it
 
 
 def cheapest_within(limit: Bytes, models: Iterable[MemoryModel], settings: SearchSettings) -> Posed | None:
-    """The cheapest solution within a limit of any of these problems; None if none is found."""
+    """The cheapest solution of any of these problems within a limit; None if none is found."""
     found = [(model, BudgetLoop(model.formulated, model, settings).within(limit)) for model in models]
     fits = [(model, solution) for model, solution in found if solution is not None]
     return min(fits, key=lambda one: one[1].seconds, default=None)
 
 
 def smallest_of(models: Iterable[MemoryModel], settings: SearchSettings) -> Posed | None:
-    """The solution of least memory that is found for any of these problems; None if they have none."""
+    """The solution of least memory found for any of these problems; None if they have none."""
     found = [(model, smallest(model.formulated, model, settings=settings)) for model in models]
     any_memory = [(model, solution) for model, solution in found if solution is not None]
     return min(any_memory, key=lambda one: one[0].walk(one[1]).max(), default=None)

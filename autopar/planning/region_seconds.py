@@ -1,4 +1,4 @@
-"""What each region of a program takes, by what the stages take that were planned of them: regions that are alike take the same.
+"""Estimates the seconds of each region from planned stages: regions that are alike take the same time.
 
 With n[s, c] how many regions of class c stage s has, r[c] what one takes by rough prices, and t[s] what the stage takes, of one
 kind of seconds, the classes take x[c] = y[c] r[c] such that
@@ -24,13 +24,13 @@ OF_ALL = 1e-9  # of the rough seconds of all regions, up to which two of them ar
 
 
 def region_seconds(rough: StageArray, sent: StageArray, cuts: Cuts, known: Sequence[StageSeconds]) -> StageArray:
-    """Seconds of the forward, of both halves of the backward and of what is done once: `[4, regions]`.
+    """Seconds of the forward, of both halves of the backward and of the work done once: `[4, regions]`.
 
     Args:
         rough: seconds of the forward and of the backward of each region, by the prices of one device: `[2, regions]`.
-        sent: bytes that come to each region, by which regions differ, too.
+        sent: bytes that each region receives, which also distinguish regions.
         cuts: the first region of each planned stage, and the number of regions.
-        known: what these stages take.
+        known: the seconds of these stages.
     """
     unit = OF_ALL * max(float(rough.sum()), 1e-30)
     _, kinds = np.unique(np.round(np.concatenate([rough / unit, sent[None]])), axis=1, return_inverse=True)
@@ -50,7 +50,7 @@ def region_seconds(rough: StageArray, sent: StageArray, cuts: Cuts, known: Seque
 
 
 def _fitted(rough: StageArray, counts: StageArray, stages: StageArray) -> StageArray:
-    """What a region of each class takes, of one kind of seconds."""
+    """The seconds, of one kind, of a region of each class."""
     whole = float((counts * rough).sum())
     if not whole or not stages.sum():
         return np.zeros_like(rough)

@@ -1,8 +1,7 @@
-"""A plan at other sizes: the same model, captured at these, under the same choices.
+"""Adapts a plan to other sizes: the model is captured at these, and keeps the same choices.
 
-The model itself says what it computes at a size: nothing is interpolated, so that floors, counts and masks are what they are
-there. What a plan says of an op by name holds at any size but for the strides of its splits: see
-`autopar.planning.stride_inference`.
+The model is captured again at a size, nothing is interpolated, so floors, counts and masks are right. A plan's entries for an
+op, by name, hold at any size except for the strides of its splits: see `autopar.planning.stride_inference`.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ class Respecializer:
         self.fits, self.assignment = resolved.analysis.fits, resolved.assignment
 
     def plan_for(self, program: Program, called: str) -> ResolvedPlan:
-        """The plan for the whole batch's program at other sizes, `called` so in errors.
+        """The plan for the whole batch's program at other sizes; `called` names them in errors.
 
-        Raises CaptureError if it is another program, and InputError if the mesh does not divide it as the plan does.
+        Raises CaptureError if it is another program, and InputError if it cannot be split over the mesh as in the plan.
         """
         new = self.analysed(as_planned(self.plan, program), called)
         return self.carried(new, self.strides(new, called), called)
 
     def multiple(self, size: Size, program: Program, number: int) -> int:
-        """What a size must be a multiple of, found by the program at another number of it."""
+        """What a size must be a multiple of, found from the program at another value."""
         called = f"{size.name}={number}"
         new = self.analysed(as_planned(self.plan, program), called)
         return _multiple(size, self.program, number, self.strides(new, called))
@@ -122,7 +121,7 @@ class StagesRespecializer:
         return ResolvedPipeline(plan=plan, step=steps.step, stages=steps.stages, resolved=tuple(made))
 
     def multiple(self, size: Size, program: Program, number: int) -> int:
-        """What a size must be a multiple of, found by the program at another number of it."""
+        """What a size must be a multiple of, found from the program at another value."""
         called = f"{size.name}={number}"
         strides: dict[Split, Fraction] = {}
         for known in self._strides(self._steps(program, called), called):
@@ -145,7 +144,7 @@ class StagesRespecializer:
 
 
 def respecializer(resolved: ResolvedPlan | ResolvedPipeline) -> Respecializer | StagesRespecializer:
-    """What carries a plan to other sizes."""
+    """The respecializer of a plan."""
     return StagesRespecializer(resolved) if isinstance(resolved, ResolvedPipeline) else Respecializer(resolved)
 
 
@@ -153,9 +152,9 @@ Resolved = TypeVar("Resolved", bound=ResolvedPlan | ResolvedPipeline)
 
 
 def varied(resolved: Resolved, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> Resolved:
-    """A plan that knows which sizes may vary and in what steps; `at` gives the whole batch's program at other sizes.
+    """A plan with its dynamic sizes and their multiples; `at` gives the whole batch's program at other sizes.
 
-    Raises CaptureError if the model computes something else at another size.
+    Raises CaptureError if the model is another program at another size.
     """
     if not sizes:
         return resolved
@@ -170,7 +169,7 @@ def varied(resolved: Resolved, sizes: Sequence[Size], at: Callable[[dict[InputDi
 
 
 def _captured(at: Callable[[dict[InputDim, int]], Program], places: dict[InputDim, int], size: Size, number: int) -> Program:
-    """The program at another number of a size. Raises CaptureError, which names the size, if the model cannot have that."""
+    """The program at another value of a size. Raises CaptureError, which names the size, if the model does not support it."""
     try:
         return at(places)
     except CaptureError as error:
@@ -180,19 +179,19 @@ def _captured(at: Callable[[dict[InputDim, int]], Program], places: dict[InputDi
 
 
 def varied_plan(plan: Plan, program: Program, sizes: Sequence[Size], at: Callable[[dict[InputDim, int]], Program]) -> Plan:
-    """A plan of a captured program, in stages or not, that knows which sizes may vary; see `varied`."""
+    """A plan of a captured program, in stages or not, with its dynamic sizes; see `varied`."""
     return varied(read_any(plan, program, plan.mesh), sizes, at).plan if sizes else plan
 
 
 def _bounded(size: Size, program: Program) -> Size:
-    """A size of which each micro-batch, whose program this is, has 2 or more: a dim of size 1 is another program."""
+    """Bound a size so that each micro-batch has at least 2 of it: a dim of size 1 is another program."""
     path, dim = size.places[0]
     part = program.values[path].shape[dim]
     return replace(size, least=max(size.least, 2 * size.sample // part)) if part > 1 else size
 
 
 def _multiple(size: Size, program: Program, number: int, strides: Strides) -> int:
-    """What a size must be a multiple of, by the strides of the program's splits at another number of it."""
+    """What a size must be a multiple of, by the strides of the program's splits at another value."""
     path, dim = size.places[0]
     part = program.values[path].shape[dim]  # of a micro-batch
     grown = [digit.stride for digit, stride in strides.items() if stride / digit.stride == Fraction(number, size.sample)]
@@ -200,14 +199,14 @@ def _multiple(size: Size, program: Program, number: int, strides: Strides) -> in
 
 
 def _another(size: Size) -> int:
-    """A number beside the sample's at which to look at the program: twice, half, or what the bounds leave."""
+    """Another value than the sample's at which to inspect the program: twice, half, or whatever the bounds allow."""
     tried = (2 * size.sample, size.sample // 2, size.most or 0, size.least)
     most = math.inf if size.most is None else size.most
     return next(number for number in tried if number != size.sample and size.least <= number <= most)
 
 
 def same_structure(old: TrainingStep, new: TrainingStep, called: str) -> None:
-    """Raise CaptureError unless the programs of two steps, and their loops, differ in nothing but numbers."""
+    """Raise CaptureError unless the programs of two steps, and their loops, differ only in numbers."""
     _same_ops(old.program, new.program, called)
     if _ends(old) != _ends(new):
         raise _other(new.program.ops[-1], called, "what it is given and returns, or what its micro-batches share")
@@ -225,14 +224,14 @@ def _same_ops(old: Program, new: Program, called: str) -> None:
 
 
 def _ends(step: TrainingStep) -> object:
-    """What must be the same of inputs and outputs, and of what they are over the micro-batches of a step."""
+    """The parts of inputs and outputs, and of their handling over micro-batches, that must be the same."""
     program = step.program
     names = [value.name for value in program.inputs], [(output.path, output.value) for output in program.outputs]
     return names, [(state.kind, state.dim) for state in step.states.values()]
 
 
 def _structure(op: Op) -> object:
-    """What must be the same at all sizes: all but numbers."""
+    """The parts that must be the same at all sizes: everything but numbers."""
     results = [(r.name, len(r.shape), r.dtype, r.requires_grad) for r in op.results]
     return op.name, op.target, [_kind(a) for a in op.args], [(name, _kind(a)) for name, a in op.kwargs], results
 
@@ -244,7 +243,7 @@ def _kind(argument: Argument) -> object:
 
 
 def _shape_of(fitted: OpSharding | None) -> object:
-    """What must be the same of an op's rule at all sizes: all but the sizes of factors."""
+    """The parts of an op's rule that must be the same at all sizes: everything but the sizes of factors."""
     if fitted is None:
         return None
     names = [(factor.name, factor.whole) for factor in fitted.factors]
@@ -253,7 +252,9 @@ def _shape_of(fitted: OpSharding | None) -> object:
 
 
 def _splits_alike(forms: Sequence[Form], before: OpSharding | None, now: OpSharding | None) -> bool:
-    """Whether these forms of an op split, and add up, the same dims by two rules, whatever else may be split by one of them."""
+    """Whether these forms of an op split, and sum over, the same dims under two rules, ignoring other splits that one
+    allows.
+    """
     rest = [(kind, which) for kind, which, _ in forms if kind not in ("I", "R")]
     if before is None or now is None:
         return not rest
@@ -261,7 +262,7 @@ def _splits_alike(forms: Sequence[Form], before: OpSharding | None, now: OpShard
 
 
 def _cuts(factor: int, fitted: OpSharding) -> object:
-    """Where a factor stands in a rule: all dims that have it, with the factors beside it, and what is added up over it."""
+    """Where a factor occurs in a rule: its dims, with the factors beside it, and the results summed over it."""
     if factor >= len(fitted.factors):
         return None
     dims = [[dim if factor in dim else () for dim in dims] for dims in (*fitted.operands, *fitted.results)]

@@ -1,4 +1,4 @@
-"""A plan that was made before, as if it had just been solved: its problem and its solution, at the prices of today.
+"""Restores the problem and solution of an existing plan, at current prices, as if it had just been solved.
 
 plan, model -> program, assignment -> the problem in which a solution stands for that assignment -> the solution
 """
@@ -28,17 +28,17 @@ from autopar.planning.recompute_policies import NARROWER
 def planned_before(
     plan: Plan, model: nn.Module, sample_input: object, device: str | Device | None = None, stop: Stop = lambda phase: None
 ) -> tuple[Planned, Options]:
-    """A plan with its model, and the options that it was made by; `stop` is called at the end of each phase.
+    """Restore an existing plan with its model and options; `stop` is called at the end of each phase.
 
     Args:
         plan: made for this model and sample, without pipeline stages.
         model: may be on `meta`.
         sample_input: the global batch.
-        device: the one that the plan names, by default the entry of the catalog.
+        device: the device that the plan names, by default its catalog entry.
 
     Raises:
-        PlanError: the plan was made for another model, sample or device, has pipeline stages or prices of your own, or is no
-            solution of the problem that its options pose.
+        PlanError: the plan was made for another model, sample or device, has pipeline stages or custom prices, or is not a
+            solution of the problem posed by its options.
         MeshError: the catalog has no such device.
     """
     if plan.pipeline:
@@ -63,7 +63,7 @@ def planned_before(
         stop("formulate")
         return Planned(resolved=resolved, captured=captured, solved=found, phases={}), options
     raise PlanError(
-        "the plan is no solution of the problem that its options pose",
+        "the plan is not a solution of the problem that its options pose",
         plan=plan.hash,
         strategy=plan.options["strategy"],
         fix="plan the model again: the plan was edited, or made by other rules than those of now",
@@ -71,8 +71,9 @@ def planned_before(
 
 
 def _readings(resolved: ResolvedPlan, mesh: Mesh, options: Options) -> Iterator[Optimized]:
-    """The plan as a solution: of the strategy that was asked for, else of one that was better, by all recomputation, else by a
-    narrower policy; all members of a class alike, else each for itself."""
+    """The plan as a solution: of the requested strategy, else of a better one; with all recomputation, else a narrower policy;
+    with all members of a class alike, else each by itself.
+    """
     plan, step = resolved.plan, resolved.step
     folded = analysed(step, mesh, options), analyse(step, mesh, repeated=False)
     strategies = dict.fromkeys((options.strategy, *(NAMED if options.strategy == "auto" else ())))

@@ -1,6 +1,6 @@
-"""Pipeline schedules from files in torch's CSV notation: read as data, checked in full, and never more than data.
+"""Reads pipeline schedules from files in torch's CSV notation: as data, checked in full, never executed.
 
-0F0,0F1,,0B0,0B1        rank 0; empty cells are where it idles
+0F0,0F1,,0B0,0B1        rank 0; it idles in empty cells
 ,1F0,1B0,1F1,1B1        rank 1
 """
 
@@ -17,15 +17,15 @@ FIX = "a line per rank of the pipeline, such as 0F0,0F1,0B0,0B1"
 
 
 def is_file(schedule: str) -> bool:
-    """Whether a schedule that was asked for is a file rather than a name."""
+    """Whether a requested schedule is a file rather than a name."""
     return schedule.endswith(SUFFIX)
 
 
 def read_schedule(path: str) -> PipelineSchedule:
     """The schedule in a file.
 
-    Raises ConstraintError for what is no such file, and for a schedule that lacks or repeats an action, has a stage on two
-    ranks, or would hang.
+    Raises ConstraintError if it is not such a file, or the schedule lacks or repeats an action, has a stage on two ranks, or
+    would hang.
     """
     try:
         text = files.read(path, LARGEST)
@@ -37,9 +37,9 @@ def read_schedule(path: str) -> PipelineSchedule:
 
 
 def fitting(path: str, ranks: int, stages: int | None, microbatches: int) -> PipelineSchedule:
-    """The schedule in a file, of so many ranks, stages (None: as many as it has) and micro-batches.
+    """The schedule in a file, which must have so many ranks, stages (None: any number) and micro-batches.
 
-    Raises ConstraintError where it has others.
+    Raises ConstraintError if it has others.
     """
     found = read_schedule(path)
     pairs = {

@@ -1,7 +1,7 @@
 """Two programs over one set of stored tensors, such as the prefill and the decode of a language model.
 
-Each is planned freely, and gives the other one the layouts of what it stores; of the two pairs that come of it the faster one
-counts. It need not be the best of all pairs, in which neither has the layouts that are best for it alone.
+Each is planned freely in turn, and the other one in its stored layouts; the faster of the two pairs wins. This need not be the
+best of all pairs, where neither may have its own best layouts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autopar.planning.planner import plan_program, stored_layouts
 
 
 def plan_both(programs: Sequence[Program], runs: Sequence[int], mesh: Mesh, options: Options) -> list[Plan]:
-    """A plan for each of two programs that use the same parameters and buffers, which are stored once.
+    """Plan two programs that share parameters and buffers, which are stored once.
 
     Args:
-        programs: what is planned.
-        runs: how often each of them runs, by which their times are weighed.
+        programs: the programs to plan.
+        runs: how often each of them runs, as the weight of its time.
         mesh: the mesh with its device and links.
         options: those of both.
 
@@ -42,7 +42,7 @@ def plan_both(programs: Sequence[Program], runs: Sequence[int], mesh: Mesh, opti
 
 
 def _pair(programs: Sequence[Program], first: int, mesh: Mesh, options: Options) -> list[Plan]:
-    """The plans where the program at the place `first` is planned freely."""
+    """The plans if the program at index `first` is planned freely."""
     found = {first: plan_program(programs[first], mesh, options)}
     for place in range(len(programs)):
         if place != first:
@@ -51,7 +51,7 @@ def _pair(programs: Sequence[Program], first: int, mesh: Mesh, options: Options)
 
 
 def stored_as(plan: Plan, program: Program, options: Options) -> Options:
-    """The options with the layouts in which a plan stores what another program uses too."""
+    """The options constrained to the layouts in which a plan stores shared tensors."""
     layouts = {escape(name): layout for name, layout in stored_layouts(plan, program).items()}
     return replace(options, constraints={**options.constraints, **layouts})
 

@@ -1,4 +1,4 @@
-"""What a parallel module was made from, by which its model is captured again: at other sizes, or in its other mode."""
+"""The source of a parallel module, for capturing its model again at other sizes or in its other mode."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopar.planning.planner import read_program
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The model, the sample and what was asked for; `buffers` are the values of those of a model on the meta device.
+    """The model, the sample and the options; `buffers` are the values of a meta model's buffers.
 
-    With `lent` its tensors are those of another module, and it has those alone that it reads.
+    With `lent` its tensors belong to another module, and it has only those that it reads.
     """
 
     model: nn.Module
@@ -33,7 +33,7 @@ class ModelSource:
     lent: bool = False
 
     def read(self, places: Mapping[InputDim, int]) -> Captured:
-        """The model captured with these sizes at dims of its sample."""
+        """Capture the model with these sizes at dims of its sample."""
         captured = read_program(self.model, self.sample, self.options, places, self.buffers)
         return replace(captured, program=_read_alone(captured.program)) if self.lent else captured
 
@@ -42,25 +42,24 @@ class ModelSource:
         return self.read(places).program
 
     def hollow(self, captured: Captured) -> ModelSource:
-        """A source without weights and batch, of a model that was captured."""
+        """A source without weights and batch, for a captured model."""
         made = skeleton(self.model)
         sample = on_meta(self.sample, captured.signature)
         return replace(self, model=made.module, sample=sample, buffers=made.values)
 
     def in_mode(self, training: bool) -> ModelSource:
-        """A source of the model in train(), or in eval(), for a module over the tensors of another one."""
+        """A source of the model in training or evaluation mode, for a module over another one's tensors."""
         return replace(self, model=skeleton(self.model).module.train(training), lent=True)
 
 
 def _read_alone(program: Program) -> Program:
-    """A program with the parameters and buffers alone that it reads."""
+    """A program with only the parameters and buffers that it reads."""
     parameters, buffers = (tuple(one for one in held if one.used) for held in (program.parameters, program.buffers))
     return replace(program, parameters=parameters, buffers=buffers)
 
 
 def serves(planned: Captured, other: Captured, training: bool) -> bool:
-    """Whether the program that was planned is also that of its model in the other mode, but for flags, and its results have the
-    same form."""
+    """Whether the planned program also serves the model's other mode, up to flags, with results of the same form."""
     if training or planned.signature.returned != other.signature.returned or any(map(switched, other.program.ops)):
         return False
     quiet, found = (normalise(without_training(_read_alone(one.program))).hash for one in (planned, other))

@@ -1,7 +1,6 @@
-"""The stages of a pipeline, planned one after the other on the mesh without its axis; those that are alike are solved once.
+"""Plans the stages of a pipeline one after the other on the mesh without its axis; equal stages are solved once.
 
-stage 0 planned, as any program; what it sends keeps the layout in which its plan leaves it
-stage 1 planned, which receives that; ...
+stage 0 planned like any program; the values that it sends keep their layouts stage 1 planned, which receives these; ...
 
 or with what they send in given layouts, those of the whole program (`StagePlanner.sending`). A micro-batch counts for more than
 one where ranks wait while the pipeline fills and drains (`Cut.repeats`).
@@ -61,7 +60,7 @@ The equal stages of Llama-3 70B in 32 have 31 to 20 in flight, whose plans take 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class _Solved:
-    """The solution of a stage: its seconds, layouts in the order of outputs and of stored tensors, and its memory."""
+    """The solution of a stage: its seconds, the layouts of outputs and stored tensors in order, and its memory."""
 
     found: Optimized
     seconds: StageSeconds
@@ -72,8 +71,7 @@ class _Solved:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class StagePlan:
-    """A planned stage: what it takes of a step, needs of memory and holds, and in which layouts it sends its outputs, by
-    path."""
+    """A planned stage: its seconds, memory need and holdings, and the layouts in which it sends its outputs, by path."""
 
     step: TrainingStep
     options: Options
@@ -86,18 +84,17 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncutPlan:
-    """What a whole step takes that is not cut into stages, and in which layout each of its values is."""
+    """A whole step that is not cut into stages: its seconds, and the layout of each value."""
 
     seconds: Seconds
     layouts: Mapping[str, str]
 
 
 class StagePlanner:
-    """Plans stages on one mesh, which is without the pipeline's axis, whose link joins them; what was solved once is known from
-    then on.
+    """Plans stages on a mesh without the pipeline's axis, whose link connects them; solutions are cached.
 
-    A step waits for messages of all micro-batches, or of so many (`waiting`), by which layouts are chosen to be sent. How long
-    it waits the clock says.
+    To choose the layouts of messages, a step is assumed to wait for those of all micro-batches, or of `waiting` ones. The clock
+    gives the actual waiting.
     """
 
     def __init__(
@@ -114,11 +111,11 @@ class StagePlanner:
 
     @property
     def limit(self) -> Bytes:
-        """What a rank may hold."""
+        """The memory limit of a rank."""
         return parse_bytes(self.options.budget, self.mesh)
 
     def uncut(self, step: TrainingStep, repeats: int) -> UncutPlan:
-        """The best plan of a whole step, on the mesh of a stage and in whatever memory."""
+        """The best plan of a whole step, on the mesh of a stage and in any memory."""
         key = step.hash, repeats
         if key not in self._uncut:
             options = replace(self.options, budget=PLENTY)
@@ -130,19 +127,19 @@ class StagePlanner:
         return self._uncut[key]
 
     def beyond(self) -> StagePlanner:
-        """The planner that has plenty of memory, and shares what is known."""
+        """A planner with ample memory that shares the cache."""
         found = copy.copy(self)
         found.options = replace(self.options, budget=PLENTY)
         return found
 
     def sending(self, layouts: Mapping[str, str]) -> StagePlanner:
-        """The planner that has these values made in these layouts, and knows what this one does."""
+        """A planner that sends these values in these layouts, and shares the cache."""
         found = copy.copy(self)
         found._sent = layouts
         return found
 
     def over_single_axes(self) -> StagePlanner:
-        """The planner whose messages go over one axis each, which shares what is known of such stages."""
+        """A planner whose messages go over one axis each, sharing the cache of such stages."""
         mesh = replace(self.mesh, flattened=())
         known = self._single or [StagePlanner(mesh, self.link, self.options, self.settings, waiting=self.waiting)]
         self._single[:] = known
@@ -151,10 +148,10 @@ class StagePlanner:
         return found
 
     def alone(self, steps: StageSteps, cut: Cut) -> Iterator[StagePlan]:
-        """The stages in order: what the one before it sends a stage receives, and what stages share they store alike.
+        """Plan the stages in order: each receives what the previous one sends, and shared tensors are stored alike.
 
-        Each holds one micro-batch at a time, whatever its schedule has in flight: soon solved, and hardly slower than a plan
-        that holds them all. Raises StageBudgetError where one has no plan that fits.
+        Each holds one micro-batch at a time, whatever its schedule has in flight: this is quickly solved, and hardly slower
+        than a plan that holds them all. Raises StageBudgetError if one has no plan that fits.
         """
         whole = MemoryShare(bytes=self.limit, part=1.0, room=self.limit)
         return self._planned(steps, cut, [whole] * cut.schedule.stages, alone=True)
@@ -168,11 +165,10 @@ class StagePlanner:
         rooms: Sequence[Bytes] = (),
         floors: Mapping[int, Bytes] = NO_FLOORS,
     ) -> Iterator[StagePlan]:
-        """The stages in order, with all micro-batches in flight.
+        """Plan the stages in order, with all micro-batches in flight.
 
-        The peaks of a rank's stages add up to no more than its entry of `rooms`, by default the limit, of which each has a
-        share by its plan `alone`, and some have their `floors` at least. Raises StageBudgetError where one has no plan that
-        fits.
+        The peaks of a rank's stages add up to at most its entry of `rooms`, by default the limit. Each gets a share by its plan
+        `alone`, and at least its entry of `floors`, if any. Raises StageBudgetError if one has no plan that fits.
         """
         needs, rooms = [stage.need for stage in alone], rooms or [self.limit] * len(cut.schedule.ranks)
         return self._planned(steps, cut, memory_shares(cut.schedule, needs, rooms, floors))
@@ -226,8 +222,9 @@ class StagePlanner:
         return transferred(stage.found, analysed(stage.step, self.mesh, stage.options), stage.options)
 
     def _within(self, step: TrainingStep, options: Options, share: MemoryShare, place: int, *, alone: bool) -> _Solved:
-        """A stage solved so that it fits into its share of a rank's memory with all micro-batches that are in flight, or
-        `alone`, with one of them: the best plan with one in flight if that does."""
+        """Solve a stage to fit into its share of a rank's memory with all micro-batches in flight, or with one (`alone`): the
+        best plan with one in flight if that fits.
+        """
         assert step.stage is not None, "it is a stage"
         best: _Solved | None = None
         full = options if share.bytes == self.limit else replace(options, budget=share.bytes)
@@ -252,15 +249,16 @@ class StagePlanner:
             ) from None
 
     def _with(self, step: TrainingStep, times: tuple[StageMoment, ...]) -> TrainingStep:
-        """A stage with the moments of a schedule, as it is solved."""
+        """The stage to solve, with the moments of a schedule."""
         assert step.stage is not None, "it is a stage"
         flights = max((now.flights for now in times), default=1)
         hidden = max(1.0, step.microbatches / self.waiting) if self.waiting else 1.0
         return replace(step, stage=replace(step.stage, flights=flights, moments=times, link=self.link.faster(hidden)))
 
     def _fuller(self, step: TrainingStep, options: Options, best: _Solved, share: MemoryShare) -> _Solved:
-        """A stage solved with all that are in flight, or as one like it, where that fits and takes hardly longer than its
-        `best` plan with one of them."""
+        """A stage solved with all micro-batches in flight, or like an equal one, if that fits and is hardly slower than the
+        `best` plan with one.
+        """
         assert step.stage is not None, "it is a stage"
         least = step.microbatches * best.seconds.busy + best.seconds.once
         known = self._full.setdefault(signature_of(self._with(step, ()), replace(options, budget=None)), [])
@@ -272,7 +270,7 @@ class StagePlanner:
         return known[-1]
 
     def _solved(self, step: TrainingStep, options: Options) -> _Solved:
-        """A stage solved as it is, or as one like it was."""
+        """The solution of a stage, or of an equal one from the cache."""
         key = signature_of(step, options)
         if key not in self._known:
             cheapest = self._known.get(signature_of(step, replace(options, budget=PLENTY)))
@@ -289,7 +287,7 @@ class StagePlanner:
         return known
 
     def _solve(self, step: TrainingStep, options: Options) -> _Solved:
-        """A stage solved as if it ran once more for each micro-batch for which ranks wait, and what it takes of a step."""
+        """Solve a stage with one more micro-batch for each that ranks wait for; also returns its seconds."""
         assert step.stage is not None, "it is a stage"
         analysis = analysed(step, self.mesh, options)
         without_rule(analysis, strict=options.strict)
@@ -308,7 +306,7 @@ class StagePlanner:
 
 
 def _as_run(found: Optimized, analysis: Analysis, options: Options) -> Optimized:
-    """A solution for the micro-batches that there are; as far from its bound as it is for those that were priced."""
+    """The solution for the actual number of micro-batches, with the same relative gap as for the priced number."""
     made, known = transferred(found, analysis, options), found.solution
     seconds = solution_time(made.memory_model, made.solution)
     bound = known.bound * seconds / known.seconds if known.seconds else 0.0
@@ -316,8 +314,9 @@ def _as_run(found: Optimized, analysis: Analysis, options: Options) -> Optimized
 
 
 class StageBudgetError(BudgetError):
-    """A `stage` has no plan that fits into its share, which is to be `least` bytes at least; `never` if it does not fit even
-    with a single micro-batch in flight into all of a rank's memory, which is to say by no schedule."""
+    """A `stage` has no plan that fits into its share; it needs at least `least` bytes. `never`: not even one micro-batch in
+    flight fits into a rank's whole memory, so no schedule does.
+    """
 
     def __init__(self, stage: int, least: Bytes, never: bool, what: str, **details: object) -> None:
         super().__init__(what, **details)
@@ -329,18 +328,18 @@ def _stored(program: Program) -> list[str]:
 
 
 def _held(step: TrainingStep) -> tuple[str, ...]:
-    """What a stage holds for the whole step: inputs of the batch, and what it stores."""
+    """What a stage holds for the whole step: inputs of the batch, and stored tensors."""
     return tuple(value.name for value in step.program.given if value.name not in step.received)
 
 
 def _by_value(program: Program, constraints: Mapping[str, str]) -> dict[str, str]:
-    """The constraints with the names of values in the place of globs."""
+    """The constraints with globs replaced by names of values."""
     known = list(targets(program)) if constraints else []
     return {value: line for glob, line in constraints.items() for name, value in known if fnmatchcase(name, glob)}
 
 
 def stage_seconds(found: Optimized, prices: StepPrices) -> StageSeconds:
-    """What a stage takes for one micro-batch, and once a step, at these prices."""
+    """The seconds of a stage per micro-batch, and once per step, at these prices."""
     chosen, program = assignment(found.formulated, found.solution), found.formulated.program
     parts = parts_of_step(step_events(found.memory_model.liveness.schedule(chosen), prices), prices, once=chosen.once)
     weights = sum(prices.weight(program.op[name], chosen.ops[name], w) for name, (_, w) in deferrable(program).items())

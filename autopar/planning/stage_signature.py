@@ -1,4 +1,4 @@
-"""What decides the solution of a pipeline stage: stages that are alike in it are solved once."""
+"""The signature of a pipeline stage: everything that determines its solution, so that equal stages are solved once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from autopar.plan.options import Options
 
 
 def signature_of(step: TrainingStep, options: Options) -> str:
-    """What decides the solution of a stage, as text: equal for stages that differ in names alone, or in numbers that decide
-    nothing (`deciding_arguments`)."""
+    """Everything that determines a stage's solution, as text: equal for stages that differ only in names, or in irrelevant
+    numbers (`deciding_arguments`).
+    """
     program, ends = step.program, step.stage
     assert ends is not None, "it is a stage"
     number = {name: str(place) for place, name in enumerate(program.values)}

@@ -1,7 +1,7 @@
-"""Stages for another program of a model, over the tensors that the ranks of a pipeline store: evaluation beside training.
+"""Stages for another program of a model over the stored tensors of a pipeline, such as evaluation in addition to training.
 
-The program is cut where the planned one is, by the names of its operators, and each stage is planned as any is, with what it
-stores in the layouts in which it is stored.
+The program is cut where the planned one is, by operator names, and each stage is planned with its stored tensors in their
+existing layouts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from autopar.solver.settings import DEFAULTS
 
 
 def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options: Options, given: Mapping[str, Layout]) -> Plan:
-    """The plan of the captured program of the whole batch in the stages of another plan, by the same schedule.
+    """Plan the captured program of the whole batch in the stages of another plan, with the same schedule.
 
     Args:
-        program: another one of the same model.
+        program: another program of the same model.
         found: the plan whose stages store the model.
         mesh: that of the plan, with device and links.
         options: those of the plan; strategy, budget and constraints are open.
         given: the inputs of which ranks give parts, as `given_alike` says.
 
-    Raises what planning raises, and PlanError for a program that has no such stages.
+    Raises what planning raises, and PlanError if the program cannot be cut into such stages.
     """
     plan, pipeline = found.plan, found.plan.pipeline
     assert pipeline is not None, "the plan has a pipeline"
@@ -64,7 +64,7 @@ def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options
 
 
 def stored_by_rank(found: ResolvedPipeline) -> dict[int, dict[str, Layout]]:
-    """What the stages of each rank of the pipeline's axis store, and how. Raises PlanError where two of them disagree."""
+    """The tensors that each pipeline rank's stages store, with their layouts. Raises PlanError if two stages disagree."""
     pipeline = found.plan.pipeline
     assert pipeline is not None, "the plan has a pipeline"
     layouts: dict[int, dict[str, Layout]] = {}
@@ -79,9 +79,9 @@ def stored_by_rank(found: ResolvedPipeline) -> dict[int, dict[str, Layout]]:
 
 
 def given_alike(found: ResolvedPipeline) -> dict[str, Layout]:
-    """How each input of the whole program may be given to all stages: split where those that read it split it alike.
+    """How each input of the whole program may be passed to all stages: split if the stages that read it split it alike.
 
-    One that no stage reads is split in its first dim like another one of that size.
+    An input that no stage reads is split in its first dim like another one of that size.
     """
     given: dict[str, Layout] = {}
     samples: dict[Shape, Layout] = {}  # by the size of the first dim
@@ -96,13 +96,13 @@ def given_alike(found: ResolvedPipeline) -> dict[str, Layout]:
 
 
 def _at_least(found: ResolvedPipeline, name: str, layout: Layout) -> str:
-    """The constraint to split an input as this layout does, and perhaps further."""
+    """The constraint to split an input at least as this layout does."""
     line = text(layout, found.step.program.values[name].shape, found.resolved[0].plan.sizes)
     return ", ".join("*" if state == "I" else state for state in line.split(", "))
 
 
 def check_stored(found: ResolvedPipeline, other: ResolvedPipeline) -> None:
-    """Raise PlanError unless what the stages of another plan store is stored so by the same ranks under this one."""
+    """Raise PlanError unless the same ranks store the same tensors in the same layouts under both plans."""
     own = stored_by_rank(found)
     for rank, known in stored_by_rank(other).items():
         for name, layout in known.items():
@@ -111,7 +111,7 @@ def check_stored(found: ResolvedPipeline, other: ResolvedPipeline) -> None:
 
 
 def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
-    """The places of the ops with which stages begin in another program: with the regions that have their first ops."""
+    """Where stages begin in another program: at the regions that contain their first ops."""
     again = made_again(program)
     place = {op.name: number for number, stage in enumerate(found.stages) for op in stage.program.ops if op.name not in again}
     starts, first = fine_starts(program), dict[int, int]()
@@ -125,7 +125,7 @@ def _starts(found: ResolvedPipeline, program: Program) -> tuple[int, ...]:
 
 def _other(why: str) -> PlanError:
     return PlanError(
-        "the model has no stages in its other mode, of training and evaluation, over what the planned ones store",
+        "the model in its other mode (training or evaluation) cannot be cut into stages over the stored tensors",
         why=why,
         fix="parallelize it in that mode too, and load its state dict there",
     )

@@ -1,12 +1,12 @@
-"""The strides of a plan's splits at other sizes.
+"""Infers the strides of a plan's splits at other sizes.
 
     x: float[8, 16, 32]    S(0) over 4: stride 2         x: float[16, 16, 32]    stride 4
     y: float[128, 32]      S(0) over 4: stride 32   ->   y: float[256, 32]       stride 64
     y: float[128, 32]      S(0/8) over 4: stride 4       y: float[256, 32]       stride 4     the sequence, in 16 blocks
 
-A stride alone does not tell which dims it is made of. But each split stands somewhere as the outermost one of a dim (what is
-split off of a dim, or merged into it, is a dim of its own elsewhere), and there its stride is the dim divided by the axis. From
-there the rules carry it along: all dims of an op that have a factor are cut by the same digits of it.
+A stride alone does not tell which dims it is made of. But each split is somewhere the outermost one of a dim (a part split off
+of a dim, or merged into it, is a dim of its own elsewhere), and there its stride is the dim divided by the axis. From there the
+rules propagate it: all dims of an op that have a factor are cut by the same digits of it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """A digit's stride is `times` another one's."""
+    """A digit's stride is `times` that of another one."""
 
     digit: Split
     times: Fraction
 
 
 class StrideInference:
-    """The digits of a plan's splits, and what their strides are at other sizes."""
+    """The digits of a plan's splits, and their strides at other sizes."""
 
     def __init__(
         self, old: Program, fits: Fits, assignment: Assignment, new: Analysis, sizes: tuple[int, ...], called: str
@@ -63,7 +63,7 @@ class StrideInference:
                 self.touching.setdefault(name, []).append(op)
 
     def solve(self, known: Mapping[Split, Fraction]) -> dict[Split, Fraction]:
-        """The stride of every digit, not whole where the mesh does not divide; raises InputError if one is not clear.
+        """The stride of every digit, fractional if the mesh does not divide it; raises InputError if one is ambiguous.
 
         `known` are digits of values that are given, with their strides.
         """
@@ -90,18 +90,18 @@ class StrideInference:
         return self.found
 
     def _nested(self) -> None:
-        """Settle what is nowhere outermost but nested in what is settled."""
+        """Settle digits that are nowhere outermost but nested in settled ones."""
         for nest in self.nests:
             for outer, inner in itertools.pairwise(nest):
                 if inner not in self.found and outer in self.found and outer.stride == self._extent(inner):
                     self._settle(inner, self.found[outer] / self.sizes[inner.axis])
 
     def _extent(self, digit: Split) -> int:
-        """The elements over which a digit takes all of its values once."""
+        """The number of elements over which a digit takes each of its values once."""
         return digit.stride * self.sizes[digit.axis]
 
     def _searched(self, digit: Split) -> Fraction | None:
-        """The stride of a digit, found where the rules would carry it though the plan does not."""
+        """The stride of a digit, found by propagating it to dims where the plan does not have it."""
         todo, seen = [(digit, Fraction(1))], {digit}
         for one, times in todo:
             if one in self.found:
@@ -119,11 +119,11 @@ class StrideInference:
         return None
 
     def _lengths(self, name: str, dim: int) -> tuple[int, int]:
-        """How long a dim was, and is."""
+        """The old and new length of a dim."""
         return self.old.values[name].shape[dim], self.new.program.values[name].shape[dim]
 
     def _beside(self, digit: Split) -> Iterator[tuple[Split, Fraction]]:
-        """The split of this dim in other dims, by the rules of ops that touch the value: its stride is a multiple of theirs."""
+        """This dim's split in other dims, by the rules of ops that touch the value: its stride is a multiple of theirs."""
         for op in self.touching.get(digit.name, ()):
             before, now = self.fits[op.name], self.new.fits[op.name]
             if before is None or now is None or (before.operands, before.results) != (now.operands, now.results):
@@ -140,7 +140,7 @@ class StrideInference:
                             yield digit._replace(name=name, place=dim, stride=step), Fraction(is_, _inside(others, factor, now))
 
     def _settle(self, digit: Split, stride: Fraction) -> None:
-        """Give a digit its stride, and all that follow from it."""
+        """Set the stride of a digit, and of all that follow from it."""
         todo = [(digit, stride)]
         while todo:
             digit, stride = todo.pop()
@@ -160,7 +160,7 @@ class StrideInference:
         )
 
     def _op(self, op: Op) -> None:
-        """The digits of an op's factors, and what they are in the dims that have these."""
+        """Add the digits of an op's factors and of the dims that have these."""
         before, now = self.fits[op.name], self.new.fits[op.name]
         if before is None or now is None:
             return
@@ -184,7 +184,7 @@ class StrideInference:
         self.relations.setdefault(other, []).append(Relation(digit=one, times=1 / times))
 
     def _layout(self, name: str, layout: Layout) -> None:
-        """The digits of a value in one of its layouts."""
+        """Add the digits of a value in one of its layouts."""
         nests: dict[int, list[tuple[int, Split]]] = {}
         for axis, state in enumerate(layout):
             if state.kind == "S":
@@ -203,12 +203,12 @@ def _spots(op: Op, fitted: OpSharding) -> Iterator[tuple[str, int, tuple[int, ..
 
 
 def _inside(parts: tuple[int, ...], factor: int, fitted: OpSharding) -> int:
-    """The elements of a dim within one index of a factor."""
+    """The number of elements of a dim within one index of a factor."""
     return math.prod(fitted.factors[f].size for f in parts[parts.index(factor) + 1 :])
 
 
 def _layouts(program: Program, assignment: Assignment) -> dict[str, dict[Layout, None]]:
-    """Every layout in which a value is."""
+    """Every layout that a value has."""
     found: dict[str, dict[Layout, None]] = {name: {} for name in program.values}
     for name, layout in assignment.given.items():
         found[name][layout] = None

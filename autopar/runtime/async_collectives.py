@@ -3,7 +3,7 @@
     buffer = all_gather_start(x, axis)         returns at once; the buffer holds the result after
     wait(buffer, "all_gather", axis)
 
-Functional collectives, which keep their buffers until somebody waits for them: whatever ends a pass early has to
+These are functional collectives, which keep their buffers until somebody waits for them: code that ends a pass early must call
 `wait_for_abandoned`. Under a profiler every call and every wait is a range that names the collective and the axis.
 """
 
@@ -27,7 +27,8 @@ _in_flight: dict[tuple[str, int], dict[int, torch.Tensor]] = defaultdict(dict)
 def all_reduce_start(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Issue an all-reduce in place; returns `x`, which holds the sum over all ranks after `wait`.
 
-    Compiled, it gets a buffer of its own, which Inductor may reuse: torch.compile takes no collective that returns its operand.
+    When compiled it gets its own buffer, which Inductor may reuse: torch.compile supports no collective that returns its
+    operand.
     """
     functional = torch.ops._c10d_functional
     reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
@@ -49,7 +50,7 @@ def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def issue(collective: str, axis: Axis, operator: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-    """What an operator of `_c10d_functional` returns, called on an axis; under a profiler in a range that names both."""
+    """Call an operator of `_c10d_functional` on an axis; under a profiler in a range that names both."""
     before_message()
     if not profiling():
         return operator(*arguments, axis.group)
@@ -74,7 +75,7 @@ def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:
 
 
 def wait_for_abandoned(axes: Iterable[Axis]) -> None:
-    """Wait for what `*_start` functions issued over some axes and nobody waited for: an exception ended that pass.
+    """Wait for abandoned collectives that `*_start` functions issued over some axes, after an exception ended a pass.
 
     Functional collectives keep their buffers until somebody waits for them.
     """

@@ -1,6 +1,6 @@
 """Measured times of operators, collectives and optimizers, while all workers run the same: they share cores and memory.
 
-On accelerators each worker has one of its own, NCCL sends, and a measurement ends when the device is done.
+With accelerators each worker has its own, messages go through NCCL, and a measurement ends when the device is done.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Times:
     """Seconds: forward and backward of each call, of collectives by (group size, kind, bytes), of a step of each optimizer over
     each set of parameters.
 
-    `beside` is of accelerators only: a product, an all-gather among all, and the two side by side; so is `host`. `noise` has
-    for every measurement by how much its rounds differ: the distance of their quartiles over their median.
+    `beside` is for accelerators only: a product, an all-gather among all, and the two concurrently; so is `host`. `noise` has
+    the spread of every measurement's rounds: interquartile range over median.
     """
 
     calls: tuple[tuple[Seconds, Seconds], ...]
@@ -113,7 +113,7 @@ def _spread(rounds: Sequence[Seconds]) -> float:
 
 
 def repeated(run: Callable[[], object], noise: list[float]) -> Seconds:
-    """The median time of one call; by how much rounds differ is added to `noise`."""
+    """The median time of one call; the spread of rounds is appended to `noise`."""
     run()
     _finish()
     begin = time.perf_counter()
@@ -132,9 +132,9 @@ def repeated(run: Callable[[], object], noise: list[float]) -> Seconds:
 
 
 def issued_ahead(device: torch.device) -> Timer:
-    """Times calls as a CUDA device runs them, without what the host takes to issue them, which in a step runs ahead of it.
+    """Times calls as a CUDA device runs them, without the host's time to issue them, which runs ahead in a step.
 
-    The device multiplies matrices until the host has issued the calls; those that wait for the device are timed with that.
+    The device multiplies matrices until the host has issued the calls; calls that wait for the device are timed including that.
     """
     factor = torch.ones(STALL, STALL, dtype=torch.float16, device=device)
     product = repeated(lambda: factor @ factor, [])
@@ -165,8 +165,7 @@ def issued_ahead(device: torch.device) -> Timer:
 
 
 def _call(call: TimedCall, device: torch.device, timer: Timer, noise: list[float]) -> tuple[Seconds, Seconds]:
-    """Seconds of an operator's forward and backward, whose operands are not in caches: in a step these hold those of other
-    operators."""
+    """Seconds of an operator's forward and backward with cold caches: in a step caches hold other operators' tensors."""
     operands = _cold(lambda: [_tensor(*spec, device) for spec in call.operands])
     target = overload(call.target)
 
@@ -192,7 +191,7 @@ def _call(call: TimedCall, device: torch.device, timer: Timer, noise: list[float
 
 
 def _cold(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Tensors again and again, as many copies in turn as caches lack."""
+    """Cycle through enough copies of tensors to exceed the caches."""
     copies = [make()]
     size = sum(tensor.numel() * tensor.itemsize for tensor in copies[0])
     copies += [make() for _ in range(1, min(COPIES, math.ceil(COLD / max(size, 1))))]
@@ -202,7 +201,7 @@ def _cold(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]
 def _tensor(
     shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, elements: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """A tensor of these elements; else numbers between 1 and 2, and zeros for integers, which may be indices."""
+    """A tensor of these elements; by default numbers between 1 and 2, and zeros for integers, which may be indices."""
     if elements:
         return torch.tensor(elements, dtype=dtype, device=device).reshape(shape)
     if dtype.is_floating_point or dtype.is_complex:

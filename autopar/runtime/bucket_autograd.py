@@ -7,9 +7,9 @@ buffer that the collective writes to.
 Only all-gathers of weights, and all-reduces or reduce-scatters of gradients, run as one collective. Other primitives run one
 weight after the other, in `wait_bucket`.
 
-Where gradients are to be differentiated again (`create_graph=True`), they are converted one by one, in calls that block.
+If gradients are differentiated again (`create_graph=True`), they are converted one by one, in blocking calls.
 
-Compiled, `wait_bucket` does both: `torch.compile` cannot trace that a buffer is written while others are read, and Inductor
+When compiled, `wait_bucket` does both: `torch.compile` cannot trace writing one buffer while others are read, and Inductor
 moves collectives and waits itself.
 
 Gradients of a low-precision copy of a weight may be reduced in a wider dtype (`reduce_dtype`). Autograd demands that a tensor's
@@ -66,7 +66,7 @@ def wait_bucket(
 ) -> list[torch.Tensor]:
     """The converted weights of a started bucket; `splits[i]` says where weight i is split, for conversions that move a split.
 
-    With a `rematerializer` they are dropped after their use and gathered again in the backward.
+    With a `rematerializer` they are dropped after use and gathered again in the backward.
     """
     forward, backward = conversion.split("__")
     if axis.size == 1 and forward not in COPIES:
@@ -274,7 +274,7 @@ def _reduced_gradients(
 
 
 def _sent(buffer: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """What a collective writes to: still in flight, but where it is traced, as a function of its operands."""
+    """The buffer that a collective writes to: still in flight, except in a trace, where it is a function of its operands."""
     return wait(buffer, "the reduction of gradients", axis) if torch.compiler.is_compiling() else buffer
 
 

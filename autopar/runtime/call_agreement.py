@@ -1,14 +1,14 @@
 """Agreement of the ranks on every call, before a collective of one waits for a collective that another does not issue.
 
 A rank describes its call by aspects: mode, gradients, sizes and values of the inputs. Their digest, one number per rank, is
-all-gathered over a group of its own on the host (gloo, whatever carries the model's messages). Equal numbers end it; otherwise
-the aspects themselves are gathered, and every rank raises the same error. An input of which ranks give different parts has a
-number of its own, which is compared between those that give the same one.
+all-gathered over a separate group on the host (gloo, whatever the model uses). If all are equal that is all; otherwise the
+aspects themselves are gathered, and every rank raises the same error. An input that ranks pass in different parts has its own
+digest, compared between ranks that pass the same part.
 
-A rank waits for the digests at once where its own call differs from its last one. Else it runs the model beside them: on a CPU,
-where what other ranks do differently would make a collective wait in vain, until the first collective of the model (at once, if
-torch.compile has the model, or may have); on other devices, where kernels would wait but not the host, until it has issued the
-forward. Values that are on a device are compared one call later, when they have arrived.
+A rank waits for the digests at once if its call differs from its last one. Else it runs the model meanwhile: on a CPU, where a
+collective would block if other ranks do something else, until the model's first collective (not at all if torch.compile has the
+model, or may have); on other devices, where kernels would block but not the host, until it has issued the forward. Values on a
+device are compared one call later, when they have arrived.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ FIXES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aspect:
-    """One thing in which calls may differ: `kind` is a key of `FIXES`, `name` says of what, `text` is what this rank has."""
+    """An aspect in which calls may differ: `kind` is a key of `FIXES`, `name` names its subject, `text` is this rank's
+    value.
+    """
 
     kind: str
     name: str
@@ -52,7 +54,7 @@ class Aspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """A call whose digests are on their way."""
+    """A call whose digests are in flight."""
 
     described: Sequence[Aspect]
     refused: Exception | None
@@ -65,7 +67,9 @@ class CallAgreement:
     """Compares the calls of one parallel module between ranks; every rank makes the same calls of it."""
 
     def __init__(self, context: Context, owners: Mapping[str, Sequence[int]] | None = None) -> None:
-        """`owners` has the inputs of which ranks give different parts: for every rank the first that gives the same one."""
+        """`owners` has the inputs that ranks pass in different parts: for every rank the first one that passes the same
+        part.
+        """
         self.context = context
         self.owners = owners or {}
         self.calls = 0
@@ -81,13 +85,13 @@ class CallAgreement:
         refused: Exception | None = None,
         undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compare this call with those of the other ranks, or begin to.
+        """Compare this call with those of the other ranks, or start to.
 
         Args:
-            aspects: what must not differ, beside the values of the inputs.
+            aspects: what must not differ, besides the values of the inputs.
             inputs: the tensors of the call, by path; none if it was refused.
-            refused: why this rank cannot make the call; it still takes part, so that the others hear of it.
-            undo: takes back what this rank did of a call that turns out to be refused.
+            refused: why this rank cannot make the call; it still takes part, so that the others learn about it.
+            undo: undoes this rank's part of a call that turns out to be refused.
 
         Raises:
             InputError: the calls differ, on every rank; `refused` itself on a rank that has it.
@@ -107,9 +111,9 @@ class CallAgreement:
             self.settle()
 
     def same(self, call: str) -> None:
-        """Wait until every rank makes this call, which runs nothing of the model, and to which the next one is not compared.
+        """Wait until every rank makes this call, which does not run the model; the next call is not compared with it.
 
-        Raises InputError on every rank if another one makes another call, as a forward.
+        Raises InputError on every rank if another one makes a different call, such as a forward.
         """
         if self.context.control is not None:
             self._send([Aspect(kind="call", name="what is called", text=call)])
@@ -118,7 +122,7 @@ class CallAgreement:
     def _send(
         self, described: Sequence[Aspect], refused: Exception | None = None, undo: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin to gather the digests of a call."""
+        """Start gathering the digests of a call."""
         common = [aspect for aspect in described if aspect.kind != PART]
         parts = {aspect.name: aspect for aspect in described if aspect.kind == PART}
         told = [(common, _first_line(refused)), *map(parts.get, self.owners)]
@@ -145,7 +149,7 @@ class CallAgreement:
             raise sent.refused
 
     def _difference(self, sent: _Sent) -> Exception:
-        """The error that says which ranks differ, and in what."""
+        """The error that tells which ranks differ, and how."""
         every: list[tuple[str, Sequence[Aspect]]] = [("", ())] * self.context.mesh.size
         dist.all_gather_object(every, (_first_line(sent.refused), sent.described), group=self.context.control)
         if sent.refused:
@@ -157,7 +161,7 @@ class CallAgreement:
         return next(error for error in found if error)
 
     def _different(self, alike: Sequence[Aspect]) -> InputError | None:
-        """The error of what every rank has of one aspect, if it differs where it must not."""
+        """The error for one aspect, by what every rank has of it, if it differs where it must not."""
         texts = [aspect.text for aspect in alike]
         if alike[0].kind != PART:
             return different(alike[0], texts) if len(set(texts)) > 1 else None
@@ -170,7 +174,7 @@ class CallAgreement:
         return InputError(what, ranks=said, fix=FIXES[PART])
 
     def _values(self, inputs: Mapping[str, torch.Tensor]) -> list[Aspect]:
-        """The digests of elements of the inputs: of this call on a CPU, of the call before on other devices."""
+        """Digests of sampled elements of the inputs: of this call on a CPU, of the previous call on other devices."""
         sampled = {path: _sampled(tensor, self.calls) for path, tensor in inputs.items()}
         if self.context.device.type == "cpu" or not self.calls:
             return self._digests(sampled)
@@ -195,7 +199,7 @@ class CallAgreement:
 
 
 def different(aspect: Aspect, texts: Sequence[str]) -> InputError:
-    """The error of calls that differ in one aspect, by what each rank has."""
+    """The error for calls that differ in one aspect, with the value on each rank."""
     fix = FIXES[aspect.kind]
     if aspect.kind == VALUES:
         other = [rank for rank, text in enumerate(texts) if text != texts[0]]
@@ -224,7 +228,7 @@ def _number(told: object) -> bytes:
 
 
 def _sampled(tensor: torch.Tensor, call: int) -> torch.Tensor:
-    """Elements of a tensor at equal distances, beginning elsewhere in every call; all of them in call 0."""
+    """Equally spaced elements of a tensor, with another start in every call; all of them in call 0."""
     tensor = tensor.detach()
     if call == 0 or tensor.numel() <= SAMPLED:
         return tensor

@@ -1,6 +1,6 @@
 """Folders of torch.distributed.checkpoint: read without running what they say, and errors that say what is wrong with one.
 
-torch unpickles the index of a checkpoint, and every entry that is no tensor, with all that a pickle may call.
+torch unpickles the index of a checkpoint, and every entry other than a tensor, executing whatever the pickle calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 class _Index(pickle.Unpickler):
-    """Reads torch's index, which is a pickle, and refuses any name that no index has."""
+    """Unpickles torch's index, refusing all names except those that an index needs."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The class or dtype of a name in the pickle."""
@@ -52,14 +52,14 @@ class _Index(pickle.Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint. Raises CheckpointError for one that is damaged, or not there."""
+    """Reads a checkpoint. Raises CheckpointError if it is damaged or missing."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.folder = Path(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index: what there is, and where."""
+        """The index: what the checkpoint contains, and where."""
         try:
             with (self.folder / METADATA).open("rb") as file:
                 found = _Index(file).load()
@@ -71,10 +71,10 @@ class CheckpointReader(FileSystemReader):
         return found
 
     def check(self, index: Metadata) -> None:
-        """Raise ValueError for an index of what this reader does not read."""
+        """Raise ValueError for an index with entries that this reader does not support."""
 
     def damaged(self, error: Exception) -> CheckpointError:
-        """The error of what cannot be read."""
+        """The error for a checkpoint that cannot be read."""
         there = self.folder.is_dir()
         said = str(error).partition("\n")[0]
         fix = "an older checkpoint" if there else "the folder into which every rank saved"
@@ -83,10 +83,10 @@ class CheckpointReader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Loads entries that are no tensors as tensors, numbers, texts and containers of them."""
+    """Loads entries other than tensors, restricted to tensors, numbers, strings and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Give an entry its place in what is loaded."""
+        """Put a loaded entry in its place."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
@@ -96,7 +96,7 @@ class _Planner(DefaultLoadPlanner):
 def load_checkpoint(
     state: dict[str, Any], reader: CheckpointReader, *, group: dist.ProcessGroup | None = None, alone: bool = False
 ) -> None:
-    """Load this rank's parts in place, of what other ranks, perhaps more or fewer, have written; every rank calls it.
+    """Load this rank's parts in place, also if another number of ranks wrote the checkpoint; every rank calls it.
 
     Args:
         state: tensors, objects with a `state_dict`, and dicts of them.
@@ -104,7 +104,7 @@ def load_checkpoint(
         group: the ranks; by default all.
         alone: whether this process loads by itself.
 
-    Raises CheckpointError for what is damaged, or lacks a part of `state`.
+    Raises CheckpointError if the checkpoint is damaged, or lacks a part of `state`.
     """
     try:
         with without_single_process_warning():
@@ -117,7 +117,7 @@ def load_checkpoint(
 
 @contextmanager
 def without_single_process_warning() -> Iterator[None]:
-    """Without torch's warning that there is a single process."""
+    """Suppress torch's warning that there is a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -126,7 +126,7 @@ def without_single_process_warning() -> Iterator[None]:
 def first_failure(error: CheckpointException) -> tuple[int, str]:
     """The rank of the first failure, and what failed there: an error of the operating system if there is one.
 
-    What torch raises while it closes a file hides, as its context, why it could not be written.
+    An error raised while torch closes a file hides, in its context, why the file could not be written.
     """
     failed = sorted((rank, failure[0]) for rank, failure in error.failures.items())
     pairs = [(rank, one) for rank, reason in failed for one in _chain(reason)]

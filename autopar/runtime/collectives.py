@@ -7,8 +7,8 @@ A function is named after what happens to the value and then to its gradient:
 
 `axis` is a `runtime.world.Axis`; `dim` and `blocks` say how the tensor is split: the local dim consists of `blocks` equal
 blocks, each cut or concatenated alike (`Conversion.place`). Conversions that do not move a split take neither; the all-to-all
-takes two of each. An axis of one device communicates nothing. All-reduces are `in_place` where nothing else knows what they
-reduce (`autopar.memory.in_place_reductions`). These functions block; those of `async_collectives` do not.
+takes two of each. An axis of one device communicates nothing. All-reduces are `in_place` if nothing else references their
+operand (`autopar.memory.in_place_reductions`). These functions block; those of `async_collectives` do not.
 
 The backward of a conversion is itself one of the thirteen, of which the forward is the backward: from X to Y on the way there,
 from the dual of Y to the dual of X on the way back, where the dual of R is P, and I and S are their own. So they may be
@@ -151,8 +151,8 @@ def _identity(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Ten
 def _keep(x: torch.Tensor, axis: Axis, position: SplitPosition) -> torch.Tensor:
     """Partial from replicated: rank 0 keeps the value, others have zeros.
 
-    A copy on rank 0 too: what is recomputed, and when, depends on storages and must not depend on the rank. Nor must the graph
-    that is compiled: its collectives are put into an order by what is around them.
+    It copies on rank 0 too: recomputation depends on storages and must not depend on the rank. Neither must the compiled graph,
+    whose collectives are ordered by what is around them.
     """
     if torch.compiler.is_compiling():
         return torch.where(x.new_full((), axis.index == 0, dtype=torch.bool), x, 0)
@@ -211,7 +211,9 @@ class _Convert(torch.autograd.Function):
 
 
 def _primitive(name: str, in_place: bool) -> Callable[[torch.Tensor, Axis, SplitPosition], torch.Tensor]:
-    """What runs. Compiled, nothing is in place: torch.compile takes no collective that returns its operand."""
+    """The function to run. When compiled, nothing is in place: torch.compile supports no collective that returns its
+    operand.
+    """
     return all_reduce_in_place if in_place and name == "all_reduce" and not torch.compiler.is_compiling() else PRIMITIVES[name]
 
 
@@ -231,7 +233,7 @@ def convert(
 def convert_back(
     gradient: torch.Tensor, axis: Axis, position: SplitPosition, forward: str, backward: str, in_place: bool = False
 ) -> torch.Tensor:
-    """What a conversion does to the gradient: the dual conversion."""
+    """Convert the gradient of a conversion: the dual conversion."""
     return convert(gradient, axis, position.reversed() if backward == "all_to_all" else position, backward, forward, in_place)
 
 

@@ -1,7 +1,7 @@
 """A loss whose backward has run: `loss.backward()` hands over the gradients that are there, times the gradient of the loss.
 
-A gradient is linear in that of the loss, so that whatever the loss is multiplied by afterwards (a share of the labels, one of
-several batches, a loss scale) scales the gradients. They go through autograd, which adds them to `.grad` and calls hooks.
+Gradients are linear in the gradient of the loss, so any later factor of the loss (a share of the labels, one of several
+batches, a loss scale) scales them. They go through autograd, which adds them to `.grad` and calls hooks.
 
 A step of several micro-batches hands its gradients over alike (`hooks_once`), to the parameters that have hooks.
 """
@@ -25,9 +25,9 @@ class ComputedGradients:
     """The gradients of a step that has run, until a backward takes them.
 
     Args:
-        gradients: of each parameter, of `scale` times the loss; None for those that do not lead to it.
-        scale: what the loss was multiplied by, shape ().
-        told: is called when they are taken.
+        gradients: of `scale` times the loss, by parameter; None for parameters that do not lead to it.
+        scale: the factor of the loss, shape ().
+        told: called when they are taken.
     """
 
     def __init__(self, gradients: PerParameter, *, scale: torch.Tensor, told: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class ComputedGradients:
         return dict(zip(scalars, found, strict=True))
 
     def taken(self, factor: torch.Tensor) -> PerParameter:
-        """The gradients times `factor`, that of the loss; they are scaled in place, and taken once."""
+        """The gradients times `factor`, the gradient of the loss; they are scaled in place, and can be taken once."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             raise RuntimeError("the loss of a pipeline has no second backward: the first has handed its gradients over")
@@ -56,7 +56,9 @@ class ComputedGradients:
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters have no gradients yet, and no hooks: those are of the backward that hands over what is computed."""
+    """Inside, parameters have no gradients and no hooks: these belong to the backward that hands the computed gradients
+    over.
+    """
     before = [(parameter.grad, parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -72,7 +74,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def hooks_once(parameters: Iterable[nn.Parameter], own: object) -> Iterator[None]:
     """Around the backwards of a step: hooks of parameters are called when it ends, with the gradient of the whole batch.
 
-    A hook that is a method of `own` is left: it knows of micro-batches.
+    A hook that is a method of `own` stays active: it handles micro-batches itself.
     """
     hooked = [parameter for parameter in parameters if parameter.requires_grad and _has_hooks(parameter, own)]
     with set_aside(hooked):

@@ -1,6 +1,6 @@
 """The user's custom operators in worker processes: their modules are imported there, and their rules are sent.
 
-An operator that calls an `autograd.Function` is made again, of the function in the module that defines it.
+An operator that calls an `autograd.Function` is recreated from the function in its defining module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SentFunction:
         return SentFunction(name=name, operator=without, rule=FOUND[operator.target])
 
     def define(self, namespace: Mapping[str, object]) -> None:
-        """Make the operator, of the function in what its module defines. Raises InputError where that does not."""
+        """Create the operator from the function in its module. Raises InputError if the module does not define it."""
         first, *rest = self.name.split(".")
         try:
             function: Any = functools.reduce(getattr, rest, namespace[first])
@@ -107,7 +107,7 @@ class Operators:
 
 
 def _importable(module: str, what: str) -> str:
-    """The name by which workers import a module; raises InputError for that of a notebook or of what is typed in."""
+    """The name by which workers import a module; raises InputError for a notebook or an interactive session."""
     if module != MAIN:
         return module
     spec = sys.modules[MAIN].__spec__
@@ -126,7 +126,7 @@ def _script() -> str:
 
 
 def _namespace(module: str, script: str) -> Mapping[str, object]:
-    """What a module defines; the main module is run as multiprocessing calls it elsewhere."""
+    """The namespace of a module; the main module is run under the name that multiprocessing gives it in workers."""
     return _run(script) if module == MAIN else vars(importlib.import_module(module))
 
 

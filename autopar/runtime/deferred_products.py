@@ -1,10 +1,10 @@
 """Products with weights whose gradients are made in two parts, for pipeline schedules that have a backward in halves.
 
-    y = deferred_linear(deferred, x, w)         in the place of linear(x, w)
+    y = deferred_linear(deferred, x, w)         instead of linear(x, w)
     I   dx = dy w goes on; x and dy are kept    inside `deferred.collecting(k)`, around the backward of micro-batch k
     W   dw = dy^T x goes on to the weight       `deferred.run(k)`
 
-Nothing is done twice: each saved tensor is asked for once, so what a plan recomputes or gathers again is so once. The weight
+Nothing is done twice: each saved tensor is unpacked once, so a plan's recomputations and repeated gathers run once. The weight
 is cut off the graph of the activations, so that I does not come to what made the weight (a view, a cast).
 
     w, b = cut_weights(deferred, gathered)      weights whose gradients travel in every micro-batch
@@ -28,7 +28,7 @@ WeightGradient = tuple[GradientEdge, Callable[[], torch.Tensor]]  # where it goe
 
 
 class _CutBucket:
-    """The weights of a bucket in one micro-batch: where their gradients go, and what has come of these."""
+    """The weights of a bucket in one micro-batch: where their gradients go, and the gradients so far."""
 
     def __init__(self, weights: Tensors) -> None:
         self.ends = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
@@ -36,12 +36,12 @@ class _CutBucket:
         self.made_of = frozenset(_buckets(self.ends))
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add what one use of a weight gives."""
+        """Add the gradient from one use of a weight."""
         before = self.gradients[index]
         self.gradients[index] = gradient if before is None else before + gradient
 
     def send(self) -> None:
-        """Pass the gradients on to what made the weights."""
+        """Pass the gradients on to the weights' producers."""
         pairs = [(end, one) for end, one in zip(self.ends, self.gradients, strict=True) if end and one is not None]
         if pairs:
             torch.autograd.backward([end for end, _ in pairs], [one for _, one in pairs])
@@ -49,7 +49,7 @@ class _CutBucket:
 
 
 class DeferredProducts:
-    """The gradients of weights that are still to be made, and the buckets that wait for them, by micro-batch."""
+    """The pending weight gradients, and the buckets that wait for them, by micro-batch."""
 
     def __init__(self) -> None:
         self._pending: dict[int, list[WeightGradient]] = {}
@@ -65,7 +65,7 @@ class DeferredProducts:
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Around the backward of a micro-batch, whose gradients of weights `run` makes."""
+        """Around the backward of a micro-batch whose weight gradients are left to `run`."""
         self._now = self._pending.setdefault(microbatch, [])
         try:
             yield
@@ -73,7 +73,7 @@ class DeferredProducts:
             self._now = None
 
     def cut(self, weights: Tensors) -> list[torch.Tensor]:
-        """The weights of a bucket without what made them, which gets their gradients when all have come."""
+        """Detach the weights of a bucket from their producers, which get the gradients when all are complete."""
         bucket, root = _CutBucket(weights), torch.zeros((), requires_grad=True)
         self._buckets.setdefault(self._forward, []).append(bucket)
         return [
@@ -88,7 +88,7 @@ class DeferredProducts:
         self._now.append((edge, make))
 
     def run(self, microbatch: int) -> None:
-        """Make the gradients of a micro-batch, in the order of its backward, and let go of what each needed."""
+        """Compute the gradients of a micro-batch, in the order of its backward, and free their operands."""
         pending, buckets = self._pending.pop(microbatch, [])[::-1], self._buckets.pop(microbatch, [])
         last = {bucket: place for place, (edge, _) in reversed(list(enumerate(pending))) for bucket in _buckets([edge])}
         ready: dict[int, list[_CutBucket]] = {}
@@ -103,7 +103,7 @@ class DeferredProducts:
                 bucket.send()
 
     def clear(self) -> None:
-        """Forget what is pending, after a step that failed."""
+        """Drop pending gradients after a failed step."""
         self._pending.clear()
         self._buckets.clear()
 

@@ -1,12 +1,12 @@
 """Tensors on the disk: memory-mapped files without a name, whose checksums are known while nothing reads or writes them.
 
-A file has no name in its folder (`tempfile.TemporaryFile`), so that its room is free again when the process ends, however it
-ends. Its blocks are reserved before it is mapped: a full disk is an error there, and not a signal later.
+Files have no name in their folder (`tempfile.TemporaryFile`), so their space is freed when the process ends, however it ends.
+Blocks are reserved before a file is mapped: a full disk is an error then, and not a signal later.
 
-Weights are read one after the other by a thread of their own, beside what is computed, in chunks; for CUDA through two pinned
-buffers, of which one is filled while the other is copied to the device. What was read is compared with the checksum that was
-taken when it was written: it is the exclusive or of all words (`torch.hash_tensor`), at the rate of memory. A tensor that torch
-knows to have been written since gets a new one.
+A separate thread reads weights one after the other in chunks, overlapping with computation; for CUDA through two pinned
+buffers, one of which is filled while the other is copied to the device. What is read is compared with the checksum taken at the
+last write: the exclusive or of all words (`torch.hash_tensor`), computed at memory speed. A tensor whose version in torch shows
+a later write gets a new checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MASK = (1 << 8 * WORD) - 1
 
 @dataclass(slots=True)
 class File:
-    """What is known of a file while it is mapped: the device that it is for, its folder, and the checksum of a version."""
+    """A mapped file: the device that it is for, its folder, and the checksum of a version."""
 
     device: torch.device
     folder: str
@@ -52,7 +52,7 @@ def folder_of(named: str) -> str:
 
 
 def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, device: torch.device, folder: str) -> torch.Tensor:
-    """A tensor in a new file, for a device. Raises DiskError where the disk has no room for it."""
+    """A tensor in a new file, for a device. Raises DiskError if the disk has no room for it."""
     size = max(1, torch.Size(shape).numel() * dtype.itemsize)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -70,14 +70,14 @@ def empty_on_disk(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def zeros_beside(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros in a file for the same device and in the same folder as that of a tensor; they count for nothing in checksums."""
+    """Zeros in a file for the same device and in the same folder as a tensor's; they do not affect checksums."""
     found = file_of(tensor)
     with other_device():
         return empty_on_disk(shape, tensor.dtype, found.device, found.folder).zero_()
 
 
 def to_disk(part: torch.Tensor, folder: str, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor in a file of its own, with its checksum; itself on meta, or where it is on the disk already."""
+    """A tensor copied to its own file, with its checksum; itself on meta, or if it is on the disk already."""
     if part.is_meta or on_disk(part):
         return part
     with torch.no_grad(), other_device():
@@ -87,12 +87,12 @@ def to_disk(part: torch.Tensor, folder: str, device: torch.device | None = None)
 
 
 def on_disk(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is that of a file."""
+    """Whether a tensor is in a file."""
     return tensor.device.type == "cpu" and _address(tensor) in _files
 
 
 def file_of(*tensors: torch.Tensor) -> File:
-    """The file of the first of some tensors that is on the disk; if all are copies that were padded, one as by default."""
+    """The file of the first of these tensors that is on the disk; a default one if all are padded copies."""
     found = next((_files[_address(tensor)] for tensor in tensors if on_disk(tensor)), None)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return found or File(device=device, folder=folder_of(""))
@@ -106,7 +106,7 @@ def seal(tensor: torch.Tensor) -> None:
 
 
 def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = None) -> None:
-    """Raise DiskError if a tensor on the disk is not what was written; one that was written since is taken as it is."""
+    """Raise DiskError if a tensor on the disk is not what was written; one with a later write is accepted."""
     if not _spans(tensor):  # with padding in its file, or padded in a copy
         return
     found = _files[_address(tensor)]
@@ -122,7 +122,7 @@ def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = N
 
 
 def start_read(weights: Tensors) -> tuple[torch.Tensor, ...]:
-    """Have weights read from the disk; what they are read to is valid after `wait_read`."""
+    """Start reading weights from the disk; the results are valid after `wait_read`."""
     tell("read", weights)
     device = file_of(*weights).device
     read = tuple(torch.empty_like(weight, device=device, requires_grad=False) for weight in weights)
@@ -143,7 +143,7 @@ def wait_read(read: Tensors) -> None:
 
 
 def write(gradients: Tensors, like: File, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Gradients in files beside that of a weight, in this dtype."""
+    """Write gradients to files in the folder of a weight's, in this dtype."""
     tell("write", gradients)
     for gradient in gradients:
         with torch.no_grad(), other_device():
@@ -153,12 +153,12 @@ def write(gradients: Tensors, like: File, dtype: torch.dtype) -> Iterator[torch.
 
 
 def _spans(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all that a file has."""
+    """Whether a tensor spans its whole file."""
     return on_disk(tensor) and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where what a tensor lies in is mapped, whatever part of it the tensor has."""
+    """The address where a tensor's file is mapped, whichever part the tensor has."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -173,8 +173,9 @@ def _reader() -> ThreadPoolExecutor:
 
 
 def _read(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each weight to its new memory, chunk by chunk, and compare its checksum; takes them from the list, which the thread
-    has for longer."""
+    """Copy each weight to its new memory, chunk by chunk, and compare its checksum; removes it from the list, which the thread
+    holds for longer.
+    """
     with torch.no_grad():
         while pairs:
             weight, new = pairs.pop(0)
@@ -205,7 +206,7 @@ def _buffers(device: torch.device) -> tuple[tuple[torch.Tensor, torch.cuda.Event
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that lies in one piece."""
+    """The bytes of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

@@ -1,8 +1,8 @@
 """Optimizer steps over parameters on the disk: one after the other, with its gradient and state, which lie there, too.
 
-torch's optimizers make their state in memory, all of it in their first step. A hook before each step has the optimizer step
-what lies on the disk by itself, one parameter at a time, and moves the state that this made to the disk; the step then goes on
-with all others. The numbers are those of one step, since an optimizer that computes element by element sees no other parameter.
+torch's optimizers create all of their state in memory, in their first step. A hook before each step makes the optimizer step
+the parameters on the disk first, one at a time, and moves their new state to the disk; the step then continues with all others.
+The numbers are those of one step, since an optimizer that computes element by element sees no other parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.runtime.single_steps import check_single_steps, local, only
 
 @cache
 def install() -> None:
-    """Have every optimizer step in this way what it has on the disk."""
+    """Make every optimizer step its parameters on the disk in this way."""
     steps_in_backward.install()  # whose hooks come first
     steps = _DiskSteps()
     register_optimizer_step_pre_hook(steps.before)
@@ -38,7 +38,7 @@ class _DiskSteps:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # of parameters that were stepped before the others
 
     def before(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Step what lies on the disk, and take its gradients away until all others are stepped."""
+        """Step the parameters on the disk, and remove their gradients until all others are stepped."""
         if self._stepping:
             return
         stored = [
@@ -68,7 +68,7 @@ class _DiskSteps:
             self._gradients = {}
 
     def _step(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
-        """Step one parameter, and have its state on the disk."""
+        """Step one parameter, and move its state to the disk."""
         own, state = local(parameter), optimizer.state[parameter]
         for tensor in (own, parameter.grad, *state.values()):
             if isinstance(tensor, torch.Tensor) and on_disk(local(tensor)):
@@ -81,7 +81,7 @@ class _DiskSteps:
 
 
 def _check(optimizer: optim.Optimizer, closures: tuple[object, ...]) -> None:
-    """Raise InputError for what cannot step one parameter at a time."""
+    """Raise InputError for an optimizer that cannot step one parameter at a time."""
     if any(closure is not None for closure in closures):
         raise InputError("an optimizer over weights on the disk takes no closure", fix="compute the gradients before its step")
     check_single_steps(optimizer, "on the disk")

@@ -1,7 +1,7 @@
 """What a rank has still to hear from the others before it sends the first message of a call.
 
-Until then it computes what it can. Messages of emitted code say so here before they are issued; where torch.compile has traced
-them, nobody asks, and the rank must hear it before it runs the program.
+Until then it computes what it can. Emitted code calls `before_message` before it issues a message; code traced by torch.compile
+does not, so the rank must wait before it runs the program.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ awaited = contextvars.ContextVar[Awaited | None]("awaited", default=None)
 
 
 def before_message() -> None:
-    """Wait for what must be heard before a message is issued."""
+    """Wait for what must arrive before a message is issued."""
     if not torch.compiler.is_compiling() and (found := awaited.get()) is not None:
         found.settle()
 
 
 def runs_eagerly() -> None:
-    """Say that the program of a call is run by Python, not by what torch.compile has made of it."""
+    """Record that a call's program runs in Python, not compiled."""
     if not torch.compiler.is_compiling() and (found := awaited.get()) is not None:
         found.eager = True
 

@@ -1,8 +1,7 @@
 """Optimizer steps on whole tensors, one weight at a time: for optimizers that look at a weight as a matrix, such as Adafactor.
 
-Before a step each weight is gathered with its gradient, stepped alone and whole, and cut again: every rank computes the same.
-What is kept of a weight's own shape lies between steps as the weight does; all else (means of rows and columns) is whole on
-every rank.
+In a step each weight is gathered with its gradient, stepped alone and whole, and cut again: every rank computes the same. State
+of a weight's own shape is sharded like the weight between steps; the rest (means of rows and columns) is whole on every rank.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from autopar.runtime.whole_weights import GATHERED, WEIGHT_BY_WEIGHT
 
 
 def step_gathered(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Have an optimizer step on whole weights, gathered one at a time with their gradients; returns it.
+    """Make an optimizer step on whole weights, gathered one at a time with their gradients; returns it.
 
-    Its numbers are those of one process. A step takes the memory of the largest weight, its gradient and its state beside what
-    is stored, and sends as much as two all-gathers of all weights; Adafactor on split weights has no other way in torch.
+    The numbers are those of one process. A step needs the memory of the largest weight with its gradient and state in addition
+    to what is stored, and sends as much as two all-gathers of all weights; torch has no other way to run Adafactor on split
+    weights.
 
     Args:
         optimizer: Adafactor of torch.optim or of transformers, or one of timm.optim that steps each weight by itself (Mars,
@@ -53,7 +53,7 @@ class _GatheredSteps:
 
     @torch.no_grad()
     def before(self, optimizer: optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Step split weights one by one; the step itself has what is left."""
+        """Step split weights one by one; the step itself handles the rest."""
         if self._alone:
             return
         if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
@@ -113,7 +113,7 @@ def _numbers(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def _cut(value: object, parameter: DTensor) -> object:
-    """What is kept of a weight: a tensor of its shape as it is stored, all else as it is."""
+    """The state to keep for a weight: a tensor of its shape is cut like it, everything else stays."""
     return with_own_storage(given_like(value, parameter)) if isinstance(value, torch.Tensor) and value.dim() else value
 
 

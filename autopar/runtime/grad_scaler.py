@@ -12,7 +12,7 @@ from autopar.runtime.world import Context
 
 
 class ScaledState(Protocol):
-    """What a parallel module knows of its loss scale."""
+    """The loss scale of a parallel module."""
 
     scaler: torch.amp.GradScaler | None
 
@@ -29,10 +29,10 @@ class ScaledModule(Protocol):
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a parallel module, of whose gradients a rank may have parts.
+    """`torch.amp.GradScaler` for a parallel module, whose ranks may hold parts of gradients.
 
-    torch's own asks the ranks among which the *first* gradient is split whether theirs are finite: where others are split
-    otherwise, or lie in another stage of a pipeline, ranks would disagree on whether to step. This one asks all of them::
+    torch's own checks for finite gradients only among the ranks over which the *first* gradient is split: if others are split
+    differently, or are in another pipeline stage, ranks would disagree on whether to step. This one asks all ranks::
 
         scaler = autopar.GradScaler(parallel)
         scaler.scale(parallel(*batch)).backward()       # or parallel.step(*batch), which then scales its loss
@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Args:
-        parallel: what `autopar.parallelize` returned; its `step` scales the loss from here on, and returns it unscaled.
+        parallel: what `autopar.parallelize` returned; from now on its `step` scales the loss, and returns it unscaled.
         options: those of `torch.amp.GradScaler`: init_scale, growth_factor, backoff_factor, growth_interval, enabled.
 
     Raises InputError for another module.

@@ -33,7 +33,7 @@ from autopar.runtime.world import Axis
 
 
 class GradientAccumulator:
-    """The gradients accumulated in the present step, by the number of the bucket."""
+    """The gradients accumulated in the current step, by bucket number."""
 
     def __init__(self) -> None:
         self._no_sync = False
@@ -102,7 +102,7 @@ class GradientAccumulator:
         return self._leaves[number]
 
     def accumulate(self, number: int, weights: Tensors) -> list[torch.Tensor]:
-        """What one micro-batch uses in place of a bucket's weights, so that their gradients accumulate."""
+        """The leaves that one micro-batch uses instead of a bucket's weights, so that their gradients accumulate."""
         if not torch.is_grad_enabled():
             return list(weights)
         if (self.defer_all and self._in_step) or self._no_sync:

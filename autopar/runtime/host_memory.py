@@ -1,7 +1,7 @@
 """Weights that the host or the disk stores: copies to the device for a bucket of them, and of gradients back to the host.
 
-On CUDA the host's tensors are pinned, and both copies run on a stream of their own: the program computes while weights are on
-their way, and while gradients are. On a CPU, which stands for a device where its memory is simulated, they are plain copies.
+On CUDA the host's tensors are pinned, and both copies run on a separate stream: they overlap with computation. On a CPU, which
+stands for a device with simulated memory, they are plain copies.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def start_copies(primitive: str, weights: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def wait_copies(primitive: str, copied: Tensors) -> None:
-    """Have what the device computes from now on wait for copies that were issued."""
+    """Make later computation on the device wait for issued copies."""
     wait_read(copied) if primitive == "read" else wait_fetch(copied)
 
 
 def start_fetch(weights: Tensors) -> tuple[torch.Tensor, ...]:
-    """Issue the copies of weights from the host; what they are copied to is valid after `wait_fetch`."""
+    """Issue the copies of weights from the host; the results are valid after `wait_fetch`."""
     tell("fetch", weights)
     device = device_of(weights[0])
     fetched = [torch.empty_like(weight, device=device, requires_grad=False) for weight in weights]
@@ -65,7 +65,7 @@ def start_fetch(weights: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def wait_fetch(fetched: Tensors) -> None:
-    """Have what the device computes from now on wait for copies that were issued."""
+    """Make later computation on the device wait for issued copies."""
     for device in {tensor.device for tensor in fetched if tensor.is_cuda}:
         torch.cuda.current_stream(device).wait_stream(copy_stream(device))
     for tensor in fetched:
@@ -74,7 +74,7 @@ def wait_fetch(fetched: Tensors) -> None:
 
 
 def start_stow(gradients: Tensors, dtype: torch.dtype) -> Iterable[torch.Tensor]:
-    """Issue the copies of gradients to the host, in this dtype there; they may be read after `wait_stow`."""
+    """Issue the copies of gradients to the host, in this dtype; they may be read after `wait_stow`."""
     tell("stow", gradients)
     for gradient in gradients:
         with other_device():

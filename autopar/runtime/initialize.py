@@ -78,16 +78,16 @@ def initialize(parallel: nn.Module, model: nn.Module) -> None:
     """Initialise the tensors of a parallel module that are on meta, by the code of the model that it was built from.
 
     Every rank calls it. Tensors that are not on meta (loaded ones) are kept. Create the optimizer afterwards, since parameters
-    on meta are replaced. With pipeline stages every rank runs the code of all of them, module by module, and keeps what is its
-    own.
+    on meta are replaced. With pipeline stages every rank runs the code of all of them, module by module, and keeps its own
+    tensors.
 
     Args:
         parallel: the module that `autopar.parallelize` returned.
         model: the model on meta that was passed to it; its code runs on a copy.
 
     Raises:
-        InputError: the model is a different one, its code leaves a tensor on meta, or computes a weight from one that another
-            pipeline stage stores.
+        InputError: the model is a different one, its code leaves a tensor on meta, or it computes a weight from one that
+            another pipeline stage stores.
     """
     stored = _tensors(parallel)
     if not isinstance(parallel, Parallel):

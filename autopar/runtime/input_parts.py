@@ -1,7 +1,7 @@
 """Which part of every input of a call a rank gives: the whole batch, or its own part in the plan's layout.
 
     whole:    every rank gives the same batch, and the emitted code slices it
-    sharded:  a rank gives what the plan has it compute with: a plain tensor, or a DTensor in the planned placements
+    sharded:  a rank passes the part that it computes with: a plain tensor, or a DTensor in the planned placements
 
 Micro-batches cut the whole batch before the mesh does, so that a part has samples of every one of them: in the digits of a
 layout that is the layout of a micro-batch, as it stands.
@@ -29,10 +29,10 @@ from autopar.runtime.world import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputParts:
-    """How the inputs of a call lie on the ranks that give them.
+    """How the inputs of a call are distributed over ranks.
 
-    `shapes` are those of the whole batch and `layouts` the plan's, by path of the input; unless inputs are `sharded`, ranks
-    give them whole.
+    `shapes` are those of the whole batch and `layouts` the plan's, by path of the input; unless `sharded`, ranks pass inputs
+    whole.
     """
 
     context: Context
@@ -41,11 +41,11 @@ class InputParts:
     sharded: bool
 
     def layout(self, path: str) -> Layout:
-        """How an input is given: all I where it is whole on every rank."""
+        """The layout in which an input is passed: all I if it is whole on every rank."""
         return self.layouts[path] if self.sharded else (I,) * len(self.context.axes)
 
     def resized(self, shapes: Mapping[str, Shape]) -> InputParts:
-        """How a batch of other sizes is given; raises InputError for one that cannot be cut so."""
+        """The parts of a batch of other sizes; raises InputError if it cannot be cut like this."""
         layouts = {path: self._at(path, shape) for path, shape in shapes.items()}
         return replace(self, shapes=shapes, layouts=layouts)
 
@@ -57,7 +57,7 @@ class InputParts:
         return tuple(ones)
 
     def local(self, path: str, given: torch.Tensor) -> torch.Tensor:
-        """The tensor that the emitted code takes for what a rank gives; raises InputError for a DTensor in another layout."""
+        """The emitted code's tensor for a rank's argument; raises InputError for a DTensor in another layout."""
         if not isinstance(given, DTensor):
             return given
         own, sizes = self.context.device_mesh, self.context.mesh.sizes
@@ -79,7 +79,7 @@ class InputParts:
         return part
 
     def part(self, path: str, tensor: torch.Tensor, *, samples: bool = False) -> torch.Tensor:
-        """This rank's part of a whole input, in memory of its own; with `samples` of its `indices` of the batch alone."""
+        """This rank's part of a whole input, as a copy; with `samples` the input has only its `indices` of the batch."""
         shape = tuple(tensor.shape)
         samples = samples and self._has_samples(path) and self.world > 1
         if samples and shape:
@@ -101,7 +101,7 @@ class InputParts:
         return part if shape == tuple(part.shape) else self._joined(part, shape, self._at(path, shape))
 
     def whole_samples(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """What is no input of the plan, of all samples of the batch, from that of each rank's own; all ranks call it.
+        """Gather a tensor that is not an input of the plan from each rank's samples to all samples; all ranks call it.
 
         Raises InputError where ranks have other shapes.
         """
@@ -112,7 +112,7 @@ class InputParts:
         dist.all_gather_object(shapes, tuple(part.shape))
         if odd := next((shape for shape in shapes if shape != shapes[0]), None):
             raise InputError(
-                f"ranks have {name} of other shapes, which is no input of the plan",
+                f"ranks have different shapes of {name}, which is not an input of the plan",
                 given=f"{shapes[0]} and {odd}",
                 fix="pad it alike",
             )
@@ -144,12 +144,12 @@ class InputParts:
 
     @property
     def world(self) -> int:
-        """Among how many the samples are divided: ranks that compute with the same ones count once."""
+        """The number of shares of the samples: ranks that compute with the same ones count once."""
         return math.prod(self.context.mesh.sizes[axis] for axis, _ in each_split(self._samples()))
 
     @property
     def rank(self) -> int:
-        """Which share of the samples this rank has, of `world` many."""
+        """The index of this rank's share of the samples, out of `world`."""
         firsts = sorted(dict.fromkeys(map(self._first_sample, self._coordinates)))
         return firsts.index(self._first_sample(self.context.coordinates))
 
@@ -165,7 +165,7 @@ class InputParts:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The inputs of which ranks give different parts."""
+        """The inputs that ranks pass in different parts."""
         return tuple(path for path in self.shapes if any(count > 1 for count in self.counts(path)))
 
     @property
@@ -217,10 +217,10 @@ class InputParts:
 class BatchSampler(Sampler[list[int]]):
     """The indices of this rank's samples of a data set, batch by batch: the `batch_sampler` of a DataLoader.
 
-    Every rank makes it alike. With `shuffle` an order is drawn for every epoch from `seed` and the number of the epoch, which
-    `set_epoch` sets. Samples that do not fill a whole batch are left out.
+    Create it with the same arguments on every rank. With `shuffle` an order is drawn for every epoch from `seed` and the epoch,
+    which `set_epoch` sets. An incomplete last batch is dropped.
 
-    A run that is resumed goes on within an epoch: `start(epoch, step)` leaves out the batches that were trained on.
+    To resume within an epoch, `start(epoch, step)` skips the batches that were trained on.
     """
 
     def __init__(self, parts: InputParts, dataset: Sized, *, shuffle: bool = False, seed: int = 0) -> None:
@@ -239,7 +239,7 @@ class BatchSampler(Sampler[list[int]]):
         self.epoch = _integer("epoch", epoch)
 
     def start(self, epoch: int, step: int) -> None:
-        """Go on in this epoch, after so many of its batches; the epochs that follow are whole."""
+        """Continue in this epoch after so many of its batches; later epochs are whole."""
         if not 0 <= _integer("step", step) <= len(self):
             raise InputError(f"an epoch has {len(self)} batches, and cannot go on after {step}", fix="step % len(sampler)")
         self.set_epoch(epoch)

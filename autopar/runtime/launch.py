@@ -18,20 +18,21 @@ MEETING = timedelta(minutes=30)  # until all ranks must have come
 
 
 def launch(fn: Callable[..., object], nprocs: int, args: Sequence[object] = ()) -> None:
-    """Run `fn(*args)` on so many new processes of this machine, each with the environment that torchrun would give it.
+    """Run `fn(*args)` in `nprocs` new processes on this machine, each with the environment that torchrun would set.
 
-    They meet at a port of this machine that is free. Returns when all have ended; when one fails, the others are ended. In
-    processes that torchrun, Slurm or Open MPI started, it calls the function: one script serves all.
+    They meet at a free port of this machine. Returns when all have ended; if one fails, the others are ended. In processes
+    started by torchrun, Slurm or Open MPI it just calls the function, so one script works everywhere.
 
     Args:
-        fn: a function that a new process can import: of a module, or of a script below `if __name__ == "__main__":`.
+        fn: a function that a new process can import: from a module, or from a script that calls launch below `if __name__ ==
+            "__main__":`.
         nprocs: the number of processes, one per device.
         args: its arguments, which are pickled.
 
     Raises:
         RankError: the first error of any rank, with its traceback.
         InputError: the function or an argument cannot be sent to another process.
-        MeshError: `nprocs` is not a number of processes, or not those that run already.
+        MeshError: `nprocs` is not a number of processes, or not that of the running ones.
 
     >>> import autopar
     >>> autopar.launch(print, nprocs=1, args=["rank 0"])

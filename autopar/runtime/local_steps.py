@@ -18,15 +18,15 @@ from autopar.runtime.storage import stored_as
 
 
 def step_locally(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """Have an optimizer step on each rank's parts, as plain tensors; returns it.
+    """Make an optimizer step on each rank's parts as plain tensors; returns it.
 
-    Its numbers are those of a step of DTensors; it takes less of the host, and may be `fused`. Closures are left as they are.
+    The numbers are those of a step on DTensors; it takes less host time, and may be `fused`. Closures are left as they are.
 
     Args:
         optimizer: one of torch.optim that computes element by element, over the parameters of a parallel module.
 
     Raises:
-        InputError: the optimizer is of another class, and might compute with whole tensors.
+        InputError: the optimizer is of another class, which might need whole tensors.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> step_locally(optim.SGD([weight], lr=0.5)).defaults["lr"]

@@ -23,7 +23,7 @@ DEAD = "autopar/dead"
 
 
 def listen() -> None:
-    """Let the other ranks see whether this process lives, until it ends; once per process group of all ranks."""
+    """Let other ranks see that this process is alive until it ends; once per process group of all ranks."""
     store, rank = _get_default_store(), dist.get_rank()
     if store.check([_key(rank)]):
         return
@@ -38,7 +38,7 @@ def lost(error: RuntimeError, where: str) -> RankError:
 
     Args:
         error: what torch raised.
-        where: which collective, as the message shall name it.
+        where: the collective, as named in the message.
     """
     reason = str(error).partition("\n")[0][:200]
     if not dist.is_initialized():

@@ -50,7 +50,7 @@ class CrossingPart:
 class StageRun:
     """What runs a stage: `forward` maps a micro-batch's number and what was received for it to the stage's outputs.
 
-    `begin` makes what all micro-batches of a step share, if that is not left to the first of them. The last stage sends
+    `begin` computes what all micro-batches of a step share, unless the first one does so. The last stage sends
     nothing: its outputs are those of the model.
     """
 
@@ -88,14 +88,14 @@ class PipelineRank:
 
     @contextmanager
     def exchanging(self, where: str) -> Iterator[None]:
-        """Around messages: one that fails says which rank failed, or died, in the place of what torch says."""
+        """Around messages: a failure reports which rank failed or died, instead of torch's error."""
         try:
             yield
         except RuntimeError as error:
             raise self.failures.failed(error, where) from error
 
     def described_by_all(self, own: object) -> list[Any]:
-        """What each place of the axis says of itself, on all of them."""
+        """Exchange a description of each position of the axis with all of them."""
         if self.group is None:
             return [own]
         found: list[Any] = [None] * self.group.size()
@@ -209,7 +209,7 @@ class PipelineStep:
             self._awaited(work, action)
 
     def _arrived(self, action: Action) -> list[torch.Tensor]:
-        """What has come for an action that computes."""
+        """The received values of a computing action."""
         found = self._incoming.pop(action, [])
         for _, work in found:
             if work is not None:
@@ -223,7 +223,7 @@ class PipelineStep:
     def _pass_on(
         self, action: Action, tensors: Sequence[torch.Tensor], stage: int, kinds: tuple[ActionKind, ActionKind]
     ) -> None:
-        """Leave tensors for the message that follows, or hand them to the stage beside if it is on this rank."""
+        """Leave tensors for the next message, or hand them to the neighbouring stage if it is on this rank."""
         needs, sends = kinds
         if self.schedule.rank_of[stage] == self.rank.index:
             beside = Action(stage=stage, kind=needs, microbatch=action.microbatch)

@@ -1,6 +1,6 @@
 """Assignments: everything that was chosen for a program, in terms of its ops and values.
 
-Enough to price a plan, to walk its memory and to emit its code. A `Plan` is the same as text, with what it costs.
+An assignment is enough to price a plan, to simulate its memory and to emit its code. A `Plan` is the same as text, with costs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autopar.search_space.candidates import Candidate
 class RecomputeChoice:
     """What the backward recomputes or fetches from the host instead of keeping it on the device.
 
-    `ops` run once more when the backward asks for one of their results or for what autograd keeps inside them; of a value's
-    conversions the `steps`. What they read is kept, or recomputed in its turn, and with it what lies in its memory. The values
-    `offload` go to the host's memory in these layouts, and come back when they are asked for.
+    `ops` run again when the backward needs one of their results or what autograd saves inside them, and so do the `steps` of a
+    value's conversions. Their inputs are kept, or recomputed in turn, together with everything that shares their storage. The
+    values in `offload` go to host memory in these layouts, and come back on demand.
     """
 
     ops: frozenset[str] = frozenset()
@@ -47,11 +47,11 @@ class Assignment:
 
     @property
     def axes(self) -> set[int]:
-        """The numbers of the axes, of the mesh or flattened, on which values are converted."""
+        """The numbers of the axes, plain or flattened, on which values are converted."""
         return {step.axis for steps in self.routes.values() for step in steps}
 
     def produced(self, value: str, program: Program) -> Layout:
-        """The layout in which a value comes from its producer."""
+        """The layout in which the producer leaves a value."""
         op = program.producer.get(value)
         if op is None:
             return self.given[value]
@@ -59,7 +59,7 @@ class Assignment:
 
 
 def backward_conversions(analysis: Analysis, chosen: Assignment, name: str) -> set[Conversion]:
-    """The conversions of a value whose gradient comes back."""
+    """The conversions of a value that also convert its gradient."""
     into = {step.target: step for step in chosen.routes.get(name, ())}
     back: set[Conversion] = set()
 

@@ -26,9 +26,9 @@ DIMS = ("batch", "sequence", "width")
 def split_between_blocks(
     program: Program, mesh: Mesh, strategy: str, scheme: Scheme
 ) -> tuple[dict[str, tuple[State | None, ...]], frozenset[str]]:
-    """The layouts of what blocks return, free on all axes but the tensor axes, and the values that are not all-reduced there.
+    """The layouts of block results, free on all axes except the tensor axes, and the values that are not all-reduced there.
 
-    Raises ConstraintError for a model whose blocks return no (batch, sequence, features), or one that the axes do not divide.
+    Raises ConstraintError if blocks return no (batch, sequence, features), or the axes do not divide it.
     """
     outer, sizes = mesh.sizes[: -scheme.tensor], mesh.sizes[-scheme.tensor :]
     ends = list(_returned(program))
@@ -71,7 +71,7 @@ def _inside(program: Program) -> Iterator[Value]:
 
 
 def _returned(program: Program) -> Iterator[Value]:
-    """The values (batch, sequence, features) that a block computes for others, or the sums to which such are added at once."""
+    """The values (batch, sequence, features) that a block computes for others, or the sums that they are added to at once."""
     block = {op.name: name for name, ops in blocks(program).items() for op in ops}
     readers: dict[str, list[Op | None]] = {output.value: [None] for output in program.outputs}
     for op in program.ops:
@@ -87,9 +87,9 @@ def _returned(program: Program) -> Iterator[Value]:
 def _for_others(
     value: Value, own: str, block: Mapping[str, str], readers: Mapping[str, Sequence[Op | None]]
 ) -> Iterator[Value]:
-    """A value that others than its block read; where it is only added, `x + drop(layer(x))`, outside of all blocks, the sum.
+    """A value read outside of its block; if it is only added outside of all blocks, `x + drop(layer(x))`, the sum.
 
-    Nothing of what comes back from operators outside of all blocks, as where a model itself calls what is in them.
+    None for values that come back from operators outside of all blocks, as when a model itself calls the parts of blocks.
     """
     last, reading = value, readers.get(value.name, ())
     while len(reading) == 1 and (op := reading[0]) and op.name not in block and op.results[0].shape == value.shape:

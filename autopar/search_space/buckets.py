@@ -4,9 +4,9 @@
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      all_gather, 4 values
     ln.weight  ln.bias  head.weight                             all_gather, 3 values
 
-Which weights may share a bucket: `autopar.analysis.weight_buckets`. What is gathered takes memory from the first use of a
-bucket to its last, so a bucket stays within a block. Where only gradients travel, blocks share a bucket. What is gathered again
-for the backward and what is kept until then are in different buckets. A step that shares no message is a bucket of its own.
+Which weights may share a bucket: `autopar.analysis.weight_buckets`. Gathered weights take memory from the first use of a bucket
+to its last, so a bucket stays within a block. If only gradients travel, blocks share a bucket. Weights gathered again for the
+backward and weights kept until then are in different buckets. A step that shares no message is a bucket of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LONGEST = 1000  # steps of a route, and more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One step of several weights: `steps` gives each weight's, all on one axis between the same two kinds of state.
+    """One conversion step of several weights: `steps` has each weight's, all on one axis between the same two kinds of state.
 
     The axis is one of the mesh or a flattened one.
-    A bucket begins after all those of the same weights with a lower `level`. Unless the weights have `moved`, their gradients
-    alone travel: micro-batches add them up first.
+    A bucket begins after all buckets of the same weights with a lower `level`. Unless the weights have `moved`, only their
+    gradients travel, after accumulation over micro-batches.
     """
 
     level: int
@@ -54,7 +54,7 @@ def bucketed(
 ) -> tuple[Bucket, ...]:
     """The conversions of weights as they travel, in the order of their weights' first use, each after those before it.
 
-    `recompute` are those that run again for the backward.
+    `recompute` has those repeated in the backward.
     """
     found: dict[tuple[int, bool, object], list[tuple[str, Conversion]]] = defaultdict(list)
     for moved in (True, False):
@@ -72,7 +72,7 @@ def bucketed(
 
 
 def shared(layout: Layout) -> int:
-    """On how many axes the ranks have the same, each with its part of the gradient."""
+    """The number of axes on which ranks hold the same value, each with its part of the gradient."""
     return layout.count(R)
 
 
@@ -82,7 +82,7 @@ def moves(step: Conversion) -> bool:
 
 
 def _together(step: Conversion) -> bool:
-    """Whether weights that make this step, or their gradients, share a message."""
+    """Whether weights, or their gradients, share a message for this step."""
     return any(primitive in kinds for primitive, kinds in zip(step.primitives, TOGETHER, strict=True))
 
 
@@ -93,10 +93,10 @@ def _moved(route: tuple[Conversion, ...], step: Conversion) -> bool:
 
 
 def _level(route: tuple[Conversion, ...], step: Conversion) -> int:
-    """The first axis of a step where gradients only travel, in the order of axes; else what follows, by the steps before it.
+    """If only gradients travel the first axis of a step, else a later level, counted by the steps before it.
 
-    So weights meet on an axis, though one of them skips the axes before. Steps that share no message are between those that do,
-    and move none of them: weights meet though one of them is cut, or padded, before it is gathered, and another one after.
+    So weights meet on an axis even if one of them skips earlier axes. Steps without a shared message lie in between, and do not
+    shift the others: weights meet even if one of them is cut, or padded, before it is gathered, and another one after.
     """
     before, chain = _before(route, step.source), [step]
     while before is not None:

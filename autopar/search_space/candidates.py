@@ -52,7 +52,7 @@ def candidates(
     sizes: tuple[int, ...],
     blocks: Mapping[str, Blocks],
 ) -> list[Candidate]:
-    """All candidates of an op, those that differ in no layout counted once; an op without a rule runs whole."""
+    """All candidates of an op, with duplicates in all layouts removed; an op without a rule runs whole."""
     operands = [values[name] for name in op.operands]
     grads = [v.requires_grad for v in operands], [v.requires_grad for v in op.results]
     factors = _factor_blocks(op, fitted, blocks) if fitted else []
@@ -74,7 +74,7 @@ def candidate(op: Op, fitted: OpSharding | None, values: Mapping[str, Value], fo
 
 
 def parts_of(fitted: OpSharding | None, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
-    """Into how many parts a candidate splits each factor."""
+    """The number of parts into which a candidate splits each factor."""
     parts = [1] * (len(fitted.factors) if fitted else 0)
     for (kind, factor, _), size in zip(candidate.forms, sizes, strict=True):
         for f, count in _parts(fitted, kind, factor, size).items() if fitted else ():
@@ -83,7 +83,7 @@ def parts_of(fitted: OpSharding | None, candidate: Candidate, sizes: Sequence[in
 
 
 def _parts(fitted: OpSharding, kind: str, which: int, size: int) -> dict[int, int]:
-    """Into how many parts a form splits which factors on an axis."""
+    """The factors that a form splits on an axis, and into how many parts."""
     match kind:
         case "S":
             return {which: size}
@@ -95,7 +95,7 @@ def _parts(fitted: OpSharding, kind: str, which: int, size: int) -> dict[int, in
 
 
 def form_factors(fitted: OpSharding | None, number: int) -> tuple[int, ...]:
-    """The factors that the distributed form of this number splits."""
+    """The factors that the distributed form with this number splits."""
     return fitted.factors_of(fitted.distributed[number]) if fitted else ()
 
 
@@ -108,7 +108,7 @@ def distributed(fitted: OpSharding | None, candidate: Candidate) -> tuple[int, P
 
 
 def _join(forms: tuple[Form, ...], columns: Sequence[tuple[list[State], list[State]]]) -> Candidate:
-    """A candidate from what each axis makes of the operands and results."""
+    """Combine the operand and result states of each axis into a candidate."""
     inside = tuple(zip(*(c[0] for c in columns), strict=True))
     outside = tuple(zip(*(c[1] for c in columns), strict=True))
     return Candidate(forms=forms, operands=inside, results=outside)
@@ -155,13 +155,13 @@ def _distributed_over(fitted: OpSharding | None, size: int) -> Iterator[Form]:
 
 
 def _apart(fitted: OpSharding | None, forms: Sequence[Form]) -> bool:
-    """Whether one form is distributed, and its factors are split by no other axis."""
+    """Whether at most one form is distributed, and no other axis splits its factors."""
     numbers = [number for kind, number, _ in forms if kind == "D"]
     return len(numbers) == 1 and {f for kind, f, _ in forms if kind == "S"}.isdisjoint(form_factors(fitted, numbers[0]))
 
 
 def _own_apart(fitted: OpSharding | None, forms: Sequence[Form]) -> bool:
-    """Whether own rows, and what they come from, are split by no other axis in another way."""
+    """Whether no other axis splits own rows, and the rows that they come from, in another way."""
     assert fitted is not None
     own = {f for dim in fitted.own_dims for f in dim}
     others = ({f} if kind == "S" else set(form_factors(fitted, f)) for kind, f, _ in forms if kind in "SD")
@@ -205,7 +205,7 @@ def _nests(axes: list[int], forms: Sequence[Form], size: int, sizes: tuple[int, 
 def _states(
     form: Form, fitted: OpSharding | None, operand_grads: list[bool], result_grads: list[bool]
 ) -> tuple[list[State], list[State]]:
-    """What one form makes of every operand and result on its axis; without a gradient R is I."""
+    """The states of every operand and result on an axis under one form; without a gradient R is I."""
     kind, which, stride = form
     if kind == "I" or fitted is None or kind == "R":
         state = I if kind == "I" else R
@@ -239,7 +239,7 @@ def _states(
 
 
 def _own(state: State | None, dims: tuple[tuple[int, ...], ...], parts: int, fitted: OpSharding) -> State:
-    """The state of an operand or result where a rank has its own rows."""
+    """The state of an operand or result for own rows."""
     if state is None:
         return R
     return state._replace(stride=fitted.size(dims[state.dim]) // parts) if state.kind == "S" else state
@@ -256,7 +256,9 @@ def _digit(dims: tuple[tuple[int, ...], ...], factor: int, stride: int, fitted: 
 
 
 def _chunk(dims: tuple[tuple[int, ...], ...], form: ParallelForm, stride: int, fitted: OpSharding) -> State | None:
-    """The split of the dim that has a factor of a distributed form; its last is split at this stride, the others alike."""
+    """The split of the dim that has a factor of a distributed form; the last factor is split at this stride, the others
+    alike.
+    """
     *others, last = fitted.factors_of(form)
     ranks = fitted.factors[last].size // stride * (fitted.factors[others[0]].size if form.nested else 1)
     found = (_digit(dims, f, own, fitted) for f, own in fitted.chunks(form, ranks).items())
@@ -264,7 +266,7 @@ def _chunk(dims: tuple[tuple[int, ...], ...], form: ParallelForm, stride: int, f
 
 
 def _factor_blocks(op: Op, fitted: OpSharding, blocks: Mapping[str, Blocks]) -> list[tuple[int, ...]]:
-    """Per factor, the block counts in which it may be split: those that every dim that has it knows."""
+    """Per factor, the block counts in which it may be split: those supported by every dim that has it."""
     names = (*op.operands, *(r.name for r in op.results))
     counts: list[tuple[int, ...]] = []
     for f, factor in enumerate(fitted.factors):

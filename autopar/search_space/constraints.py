@@ -58,7 +58,7 @@ def _inside(path: str, module: str) -> bool:
 
 
 def constrained(step: TrainingStep, mesh: Mesh, constraints: Mapping[str, str]) -> dict[str, LayoutPattern]:
-    """The layouts that constraints ask for, by value."""
+    """The constrained layouts, by value."""
     if not isinstance(constraints, Mapping):
         raise ConstraintError(
             f"constraints is a {type(constraints).__name__}", fix='a dict name -> layout, {"*.weight": "I, S(0)"}'
@@ -93,7 +93,7 @@ def constrained(step: TrainingStep, mesh: Mesh, constraints: Mapping[str, str]) 
 
 
 def _read_by_hoisted(step: TrainingStep, constrained: Mapping[str, LayoutPattern]) -> Iterator[str]:
-    """The buffers that must be whole on every device, each of which computes with them what micro-batches share."""
+    """The buffers that must be whole on every device, because each computes what micro-batches share from them."""
     ops = step.loop.hoisted.ops if step.loop and step.loop.hoisted else ()
     read = {name for op in ops for name in op.operands}
     for buffer in step.program.buffers:

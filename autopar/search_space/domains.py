@@ -20,7 +20,7 @@ _LISTED: WeakKeyDictionary[Analysis, Mapping[str, list[Candidate]]] = WeakKeyDic
 def offers(
     analysis: Analysis, constraints: StrategyConstraints, sharded_outputs: Callable[[Output], bool]
 ) -> Iterator[tuple[str, list[Candidate]]]:
-    """The candidates of every class that the constraints allow. Raises ConstraintError where they allow none."""
+    """The candidates of every class that the constraints allow. Raises ConstraintError if they allow none."""
     return (
         (name, _accepted(analysis, name, found, constraints)) for name, found in _all(analysis, constraints, sharded_outputs)
     )
@@ -67,7 +67,7 @@ def _all(
 
 
 def _of_ops(analysis: Analysis) -> Mapping[str, list[Candidate]]:
-    """The candidates of every class of ops: whatever the constraints, so that they are listed once."""
+    """The candidates of every class of ops, before constraints, so that they are listed only once."""
     if analysis in _LISTED:
         return _LISTED[analysis]
     program, sizes = analysis.program, analysis.sizes
@@ -125,7 +125,7 @@ def _accepted(analysis: Analysis, name: str, found: list[Candidate], constraints
 
 
 def _split_preferred(name: str, found: list[Candidate], constraints: StrategyConstraints) -> list[Candidate]:
-    """The candidates that do a part of the work on the axes that a strategy splits, where there are any."""
+    """The candidates that split the work over a strategy's split axes, if there are any."""
     for axis in constraints.split_axes.get(name, ()):
         found = [c for c in found if c.results[0][axis].kind in "SP"] or found
     return found

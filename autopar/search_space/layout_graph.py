@@ -38,7 +38,7 @@ class LayoutGraph:
     scattered: Mask
 
     def part(self, *, nodes: Mask | None = None, arcs: Mask | None = None) -> LayoutGraph:
-        """The graph of these nodes, by default all, with those of these arcs, by default all, that lie between them."""
+        """The subgraph of these nodes and arcs, by default all."""
         if nodes is None:
             nodes = np.ones(len(self.nodes), dtype=np.bool_)
         arcs = nodes[self.source] & nodes[self.target] & (True if arcs is None else arcs)
@@ -54,7 +54,7 @@ PAIRS = {pair: i for i, pair in enumerate(WAYS)}
 
 
 def states(shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks, differentiable: bool) -> list[list[State]]:
-    """Per axis, every state in which a value of this shape may be; an axis of one device knows only I."""
+    """Per axis, every state that a value of this shape may have; an axis of one device has only I."""
     per_axis: list[list[State]] = []
     for axis, size in enumerate(sizes):
         plain = [I, R, P] if differentiable else [I, P]
@@ -81,7 +81,7 @@ def _strides(length: int, size: int, others: list[int], blocks: tuple[int, ...])
 
 @functools.lru_cache(maxsize=1 << 18)
 def placeable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...], blocks: Blocks) -> bool:
-    """Whether a layout is one of those that are generated for a value of this shape."""
+    """Whether a layout is among those generated for a value of this shape."""
     return valid(layout, shape, sizes) and _nested_tightly(layout, shape, sizes, blocks)
 
 

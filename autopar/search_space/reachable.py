@@ -2,9 +2,9 @@
 
     x  I  --slice-->  S(0)  [op]  S(0) | P | R          ddp: no gather of x, so no candidate that wants more than S(0) or I
 
-A candidate stays where each of its operands can come, by conversions that are allowed, from a candidate of its producer that
-stays, and each of its results can go to one of every consumer; a layout stays where it lies on such a way (arc consistency,
-A. K. Mackworth, "Consistency in networks of relations", Artificial Intelligence 8, 1977). Named strategies forbid most
+A candidate stays if, by allowed conversions, each of its operands can come from a remaining candidate of its producer, and each
+of its results can reach one of every consumer; a layout stays if it lies on such a path (arc consistency, A. K. Mackworth,
+"Consistency in networks of relations", Artificial Intelligence 8, 1977). Named strategies forbid most
 conversions: of the 59,134 candidates of a Qwen3-Next on (2, 4), `fsdp` can use 2,653, `megatron` 8,819.
 """
 
@@ -34,7 +34,7 @@ Nodes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Conversions:
-    """How the values of a class may be converted: a layout graph with the conversions that are allowed.
+    """How the values of a class may be converted: a layout graph with the allowed conversions.
 
     `produced` is the node of each candidate of the producer, `wanted` those of the candidates of each consumer.
     """
@@ -45,7 +45,7 @@ class Conversions:
     wanted: tuple[Nodes, ...]
 
     def viable(self, kept: Mapping[str, Mask]) -> Iterator[tuple[str, Mask]]:
-        """Which candidates at the ends have a way to some that is kept at the other end."""
+        """Which candidates at each end have a path to a remaining one at the other end."""
         graph, producer = self.graph, self.values.producer
         there = _reached(len(graph.nodes), self.produced[kept[producer]], graph.source, graph.target)
         for (name, _), wants in zip(self.values.consumers, self.wanted, strict=True):
@@ -53,7 +53,7 @@ class Conversions:
             yield producer, _reached(len(graph.nodes), wants[kept[name]], graph.target, graph.source)[self.produced]
 
     def within(self, kept: Mapping[str, Mask]) -> Conversions:
-        """The conversions on ways between candidates that are kept."""
+        """The conversions on paths between remaining candidates."""
         graph, produced = self.graph, self.produced[kept[self.values.producer]]
         wanted = tuple(wants[kept[name]] for (name, _), wants in zip(self.values.consumers, self.wanted, strict=True))
         there = _reached(len(graph.nodes), produced, graph.source, graph.target)
@@ -74,10 +74,10 @@ def reachable(
     constraints: StrategyConstraints,
     flattened: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[Mapping[str, list[Candidate]], list[Conversions]]:
-    """The candidates of each class, and the conversions of each class of values, that some plan can use; those of weights over
-    `flattened` axes, too.
+    """The candidates of each class, and the conversions of each class of values, also over `flattened` axes for weights, that
+    some plan can use.
 
-    Everything where no plan is possible: the solver finds that out.
+    If no plan is possible everything is returned: the solver finds that out.
     """
     spaces = [
         _conversions(analysis, values, lists, constraints, flattened) for values in analysis.classes.values if values.consumers
@@ -90,7 +90,7 @@ def reachable(
 
 
 def _propagated(kept: dict[str, Mask], spaces: Sequence[Conversions]) -> dict[str, Mask]:
-    """What is left of each class once no class of values takes anything away."""
+    """What remains of each class at the fixed point."""
     near: dict[str, list[int]] = {name: [] for name in kept}
     for number, space in enumerate(spaces):
         for name in {space.values.producer, *(name for name, _ in space.values.consumers)}:
@@ -152,8 +152,8 @@ def _allowed(
 ) -> Mask:
     """The conversions of a value's layout graph that a plan may use, given how it may be made and wanted.
 
-    A weight does not become I on its way to R on an axis, which would put off the sum of its gradient: it is I only where it is
-    used so, and left for R only where it may be stored so.
+    A weight does not become I on its way to R on an axis, which would delay the sum of its gradient: it becomes I only if it is
+    used as I, and goes from I to R only if it may be stored as I.
     """
     numbered = numbered_axes(len(analysis.sizes))
     allowed = np.full(len(graph.source), value.name not in analysis.written)  # what is written in place is used as it is stored

@@ -1,7 +1,7 @@
 """The schemes that named strategies are: what each mesh axis does to weights, and when gathered weights are dropped.
 
-A strategy may also be put together of what the axes of data do and what those of a tensor mode do, "zero1+2d", or be a mode
-alone: then the solver decides whether weights are sharded over the axes of data. A mode has the innermost axes:
+A strategy may also combine a scheme for the data axes with a tensor mode, "zero1+2d", or be a mode alone: then the solver
+decides whether weights are sharded over the data axes. A mode uses the innermost axes:
 
 any        one, as the solver likes
 1d         one: products of weights by columns and rows (M. Shoeybi et al., "Megatron-LM", 2019)
@@ -26,10 +26,11 @@ from autopar.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a named strategy uses the axes of a mesh, from the outermost: `copies` of them hold the same shards, the others have
-    one each if weights are `sharded`, or what the solver likes if copies are `free`; with `tensor` so many of the last split
-    matrix products, with `between` also what lies between blocks: the sequence, the features, or batch and features over one
-    each. `open` tensor axes may do anything."""
+    """How a named strategy uses the axes of a mesh, from the outermost: `copies` of them hold the same shards; the others hold
+    one each if weights are `sharded`, or the solver decides if copies are `free`. The last `tensor` axes split matrix products,
+    with `between` also the activations between blocks: the sequence, the features, or batch and features over one axis each.
+    `open` tensor axes may do anything.
+    """
 
     copies: int = 0
     sharded: bool = False
@@ -43,7 +44,7 @@ class Scheme:
 
     @property
     def axes(self) -> int:
-        """How many mesh axes it needs."""
+        """The number of mesh axes that it needs."""
         return max(1, self.copies + self.sharded + (self.tensor if self.sharded or self.tensor > 1 else 0))
 
     @property
@@ -86,7 +87,7 @@ MODES = {  # what a tensor mode does, and how many axes beside its tensor axes i
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise ConstraintError for a strategy that does not exist, on whatever mesh."""
+    """Raise ConstraintError for a strategy that does not exist on any mesh."""
     data, _, mode = str(strategy).rpartition("+")
     if strategy in STRATEGIES or strategy == "data" or (mode in MODES and (not data or data in DATA)):
         return
@@ -118,7 +119,7 @@ def scheme_of(strategy: str, mesh: Mesh) -> Scheme:
 
 
 def _joined(mode: Scheme, data: str, outer: int) -> Scheme:
-    """A mode with what `outer` axes before its own do to weights: like ZeRO, nothing, or as the solver likes."""
+    """A mode combined with a treatment of weights on `outer` axes: ZeRO, none, or decided by the solver."""
     own = DATA.get(data)
     if own is None or not own.sharded:
         return replace(mode, copies=outer, free=not data)
@@ -133,7 +134,7 @@ def mode_axes(mode: str) -> tuple[str, ...]:
 
 
 def strategies_for(mesh: Mesh) -> tuple[str, ...]:
-    """The strategies that a mesh has axes for."""
+    """The strategies that a mesh has enough axes for."""
     return tuple(name for name in STRATEGIES if name not in SCHEMES or SCHEMES[name].axes <= len(mesh.sizes))
 
 

@@ -11,7 +11,7 @@ megatron   on the last axis no parameter is gathered, those of matrix products a
            on the others
 fsdp+tp    megatron on the last axis with the sequence split between blocks, fsdp on the others; hsdp+tp likewise
 replicate  everything I
-zero1+2d   the tensor modes of `schemes`, alone or with what the axes of data do
+zero1+2d   the tensor modes of `schemes`, alone or with a scheme for the data axes
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OTHER_NAMES = {"zero3": "fsdp"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConstraints:
-    """What a strategy and the user's constraints ask for.
+    """The constraints of a strategy and of the user.
 
     `patterns` limits the layouts in which values are produced or stored, `input_layouts` gives inputs that are sliced on
     arrival. Weights are not gathered on `no_gather_axes`, and used unsplit on `whole_axes`. Other values are neither gathered
@@ -64,8 +64,9 @@ class StrategyConstraints:
     once: bool = False
 
     def with_memories(self, constrained: Mapping[str, LayoutPattern]) -> StrategyConstraints:
-        """The constraints on a mesh with an axis of memories: the weights of a strategy may lie in any of them, unless the user
-        has `constrained` them; where a constraint leaves the other axes free, they are the strategy's."""
+        """The constraints on a mesh with a memory axis: the weights of a strategy may be stored in any memory, unless the user
+        has `constrained` them; axes that a constraint leaves free follow the strategy.
+        """
         patterns = {name: (*pattern, None) for name, pattern in self.patterns.items()}
         for name, (*others, place) in constrained.items():
             free = name in patterns and all(state is None for state in others)
@@ -93,7 +94,7 @@ class StrategyConstraints:
 def constraints_of(
     step: TrainingStep, mesh: Mesh, strategy: str, constraints: Mapping[str, str], fits: Mapping[str, OpSharding | None]
 ) -> StrategyConstraints:
-    """What a strategy asks for, with the user's constraints on top; `fits` holds the rule of every op.
+    """The constraints of a strategy, with the user's on top; `fits` holds the rule of every op.
 
     Raises ConstraintError for a strategy that does not exist or does not fit, for a constraint that matches nothing, and for
     two that contradict each other.
@@ -124,7 +125,7 @@ def _of_scheme(
     patterns: Mapping[str, LayoutPattern],
     sliced: Mapping[str, Layout],
 ) -> StrategyConstraints:
-    """What a scheme asks for, with the user's `patterns` and `sliced` inputs on top."""
+    """The constraints of a scheme, with the user's `patterns` and `sliced` inputs on top."""
     count, program = len(mesh.sizes), step.program
     weights = {p.value.name: p.value for p in program.parameters if p.used}
     last = count - scheme.tensor
@@ -162,7 +163,7 @@ def _of_scheme(
 def _stored(
     step: TrainingStep, mesh: Mesh, scheme: Scheme, weights: Mapping[str, Value], shards: range
 ) -> dict[str, LayoutPattern]:
-    """How weights are stored: whole where they are not sharded. Which dims tensor parallelism splits is left to the solver."""
+    """How weights are stored: whole unless sharded. The solver decides which dims tensor parallelism splits."""
     if not scheme.tensor and not scheme.free:
         return {name: _first_dim(step.unpadded.get(name, value.shape), mesh, shards) for name, value in weights.items()}
     free = {*shards, *range(len(mesh.sizes) - scheme.tensor, len(mesh.sizes)), *(range(scheme.copies) if scheme.free else ())}
@@ -172,8 +173,8 @@ def _stored(
 def _first_dim(shape: tuple[int, ...], mesh: Mesh, axes: range) -> Layout:
     """A shape split over some axes on its first dim that divides; whole if none does.
 
-    In the mesh's order where one message goes over all of them. Else the first axis is innermost, for only that one of a
-    dim can be gathered by itself: between nodes each device gathers one shard, and the axes inside a node make it whole.
+    Axes are in mesh order if one message goes over all of them. Else the first axis is innermost, since only the innermost can
+    be gathered by itself: between nodes each device gathers one shard, and the axes inside a node complete it.
     """
     together = any(places == tuple(axes) for places, _ in mesh.flattened)
     parts = math.prod(mesh.sizes[axis] for axis in axes)
@@ -226,8 +227,9 @@ def _of_samples(step: TrainingStep, value: Value) -> bool:
 
 
 def _split_otherwise(step: TrainingStep, axes: range) -> frozenset[str]:
-    """What a stage receives split otherwise than by samples over one of these axes: the one before it had it whole there, as
-    batch norm leaves it, and sent a part."""
+    """Values that a stage receives split other than by samples over one of these axes: the previous stage had them whole there,
+    as after batch norm, and sent a part.
+    """
     found = set[str]()
     for value in step.program.inputs:
         states = [step.received[value.name][axis] for axis in axes] if value.name in step.received else []
@@ -239,7 +241,7 @@ def _split_otherwise(step: TrainingStep, axes: range) -> frozenset[str]:
 def _multiplied(
     program: Program, weights: Mapping[str, Value], fits: Mapping[str, OpSharding | None], parts: Sequence[int]
 ) -> frozenset[str]:
-    """The matrices that only matrix products read, each of which takes them in any of these parts (a grouped one may not)."""
+    """The matrices read only by matrix products that accept each of these splits (a grouped product may not)."""
     read: dict[str, list[bool]] = {name: [] for name, value in weights.items() if len(value.shape) > 1}
     of = copies(program)  # a copy is read for its parameter
     for op in program.ops:
@@ -253,8 +255,9 @@ def _multiplied(
 
 
 def _wanted_whole(program: Program, fits: Mapping[str, OpSharding | None]) -> set[str]:
-    """The values whose first dim some op cannot split: batch norm wants the whole batch, an op without rule wants
-    everything."""
+    """The values whose first dim some op cannot split: batch norm needs the whole batch, an op without a rule needs
+    everything.
+    """
     found = set()
     for op in program.ops:
         fitted = fits[op.name]
@@ -266,8 +269,9 @@ def _wanted_whole(program: Program, fits: Mapping[str, OpSharding | None]) -> se
 
 
 def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Iterable[str]) -> set[str]:
-    """The values with which an op compares samples of the batch: it has them along two factors, as a contrastive loss has, or
-    along one that it needs whole."""
+    """The values by which an op compares samples of the batch: samples occur along two factors, as in a contrastive loss, or
+    along one that must be whole.
+    """
     found: set[str] = set()
     along = dict.fromkeys(taken, 0)  # the dim of each value along which the samples lie
     for op in program.ops:
@@ -288,7 +292,7 @@ def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: It
 
 
 def _on_devices(line: str, mesh: Mesh) -> str:
-    """A constraint without its entry for the axis of memories, if it has one; empty if it says no more than that."""
+    """A constraint without its entry for the memory axis, if any; empty if nothing else is left."""
     entries = line.split(",") if isinstance(line, str) else []
     if len(entries) != len(mesh.sizes):
         return line

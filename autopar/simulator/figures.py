@@ -2,7 +2,7 @@
 
     MFU = operations of the model's products, forward and backward, each once / (seconds of the step x peaks of all devices)
 
-A. Chowdhery et al., "PaLM", 2022, appendix B: what is recomputed does not count. Causal attention counts half of the scores.
+A. Chowdhery et al., "PaLM", 2022, appendix B: recomputation does not count. Causal attention counts half of the scores.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def figures(timeline: Timeline, prices: StepPrices, chosen: Assignment) -> Simul
 
 
 def kernel_groups(prices: StepPrices, chosen: Assignment) -> Iterator[KernelGroup]:
-    """What the ops compute under an assignment, by the kind of their kernels; kinds that take no time are left out."""
+    """The computing of an assignment by kind of kernel; kinds that take no time are left out."""
     analysis, run = prices.analysis, reruns(prices.analysis, chosen)
     known: dict[tuple[str, Candidate, tuple[int, ...], bool], KernelGroup] = {}
     found: dict[str, list[KernelGroup]] = {name: [] for name in GROUPS}

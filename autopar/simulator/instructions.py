@@ -8,7 +8,7 @@ The order is that of the schedule, by which code is emitted and memory is walked
     every other message           awaited at once
     offload                       copied to the host as soon as it is made, copied back and awaited where the backward needs it
 
-Each micro-batch runs all of it, but what is sent once: gathers in the first, gradients in the last. Where weights are gathered
+Each micro-batch runs all of it, except messages sent once: gathers in the first, gradients in the last. If weights are gathered
 once for all of them, their gradients follow after the last, one bucket after the other.
 """
 
@@ -32,9 +32,9 @@ TO_HOST, FROM_HOST = "copy to the host", "copy from the host"
 
 
 def simulated(liveness: Liveness, prices: StepPrices, chosen: Assignment) -> Timeline:
-    """What the streams of one rank do in a step under an assignment, on the device of the prices.
+    """Simulate the streams of one rank in a step under an assignment, on the prices' device.
 
-    A device that would lose more than a second per second of a message, as a noisy measurement may say, loses one.
+    Interference is limited to one second per second of a message, which noisy measurements may exceed.
     """
     return simulate(instructions(liveness, prices, chosen), min(1.0, prices.prices.device.interference))
 
@@ -82,7 +82,7 @@ def _in_order(actions: list[_Action]) -> Iterator[Instruction]:
 
 
 class _Placement:
-    """When the program issues and awaits what belongs to an op or a conversion, in the ticks of the schedule."""
+    """When the program issues and awaits the work of an op or a conversion, in ticks of the schedule."""
 
     def __init__(self, schedule: Schedule, rematerialization: Rematerialization, prices: StepPrices) -> None:
         self.schedule, self.rematerialization, self.prices = schedule, rematerialization, prices
@@ -90,7 +90,7 @@ class _Placement:
         self.conversion: dict[object, ConversionEvent] = {step: event for event in events for step in event.steps}
 
     def actions(self, event: StepEvent, count: float, *, awaited: bool) -> Iterator[_Action]:
-        """What a micro-batch does for an event that it has `count` times; `awaited` if messages are awaited at once."""
+        """The actions of a micro-batch for an event that it has `count` times; `awaited` if messages are awaited at once."""
         if event.kind == "offload":
             yield from self._offload(event, count * event.seconds)
         elif event.message is None:
@@ -109,7 +109,7 @@ class _Placement:
                 yield _Action(start=start, stop=start if awaited else stop, what=transfer)
 
     def _span(self, event: StepEvent) -> tuple[int, int]:
-        """When an event begins, and when it must have ended: later only for messages that the program computes beside."""
+        """When an event begins, and when it must have ended: later only for messages that overlap with computation."""
         found = self.conversion.get(event.of)
         sent = found is not None and event.message is not None
         if event.phase == "recompute":

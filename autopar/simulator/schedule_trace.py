@@ -27,8 +27,8 @@ def schedule_trace(timeline: PipelineTimeline, once: Sequence[Seconds], axis: st
     """The step of a pipeline as one JSON text.
 
     Args:
-        timeline: by the clock.
-        once: seconds that each rank takes at its end, once a step: the optimizer, sums of gradients.
+        timeline: from the clock.
+        once: seconds that each rank takes once, at the end of a step: the optimizer, sums of gradients.
         axis: the mesh axis of the stages, which names the ranks.
     """
     events = [event for rank in range(len(timeline.computed)) for event in _rank(timeline, rank, once[rank], axis)]

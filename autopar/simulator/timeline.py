@@ -1,18 +1,17 @@
 """Discrete-event simulation of one computing stream and the messages that it issues and awaits.
 
 Computing runs in program order. A message is issued where the program says so and put at the end of its channel (the
-communicator of a mesh axis or of several, the copies to and from the host), which sends one message at a time. The program goes
-on beside it until it awaits the message. What runs at the same time shares the device:
+communicator of a mesh axis or of several, the copies to and from the host), which sends one message at a time. The program
+continues meanwhile until it awaits the message. Concurrent work shares the device:
 
-    a message in flight takes `interference` (beta) of the device, computing what is left of it;
-    messages that would take more than all of it are slowed alike;
-    messages of different channels over one axis, which one over several axes at once is on each of them, share it: of k there
-    each goes at 1/k of its rate, and takes so much less of the device.
+    a message in flight takes `interference` (beta) of the device, computing the rest; messages that would take more than all of
+    it are slowed equally; messages of different channels over one axis, which one over several axes at once is on each of them,
+    share it: of k there each goes at 1/k of its rate, and takes so much less of the device.
 
 So computing beside k messages runs at the rate max(0, 1 - k beta), and a region that computes C seconds beside one message of M
 seconds takes max(C + beta M, M) (the rows of the integer program). At beta = 1 every step takes the sum of all that it computes
-and sends; at beta = 0 nothing slows anything down. In between a step takes at least the load of its busiest stream, and at most
-the sum.
+and sends; at beta = 0 nothing slows anything down. In between, a step takes at least the load of its busiest stream, and at
+most the sum.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from autopar.ir.device import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A message on a channel: it takes `seconds` where nothing else is in flight; `bytes` is its larger buffer on one rank.
+    """A message on a channel: it takes `seconds` if nothing else is in flight; `bytes` is its larger buffer on one rank.
 
-    `message` is the collective that it stands for, `axes` are those of the mesh that it goes over.
+    `message` is its collective, `axes` are the mesh axes that it goes over.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computation:
-    """Work of the computing stream: it takes `seconds` where nothing is in flight."""
+    """Work of the computing stream: it takes `seconds` if nothing is in flight."""
 
     name: str
     kind: str
@@ -87,8 +86,8 @@ class Interval:
 class Transmission:
     """A transfer that was issued at a time, and in flight from `start` to `stop`.
 
-    `exposed` seconds of these the computing stream waited, for it or for one behind it in its channel; it is `hidden` behind
-    computing, or behind messages of other channels that were waited for, for the others.
+    For `exposed` of these seconds the computing stream waited for it, or for one behind it in its channel; the rest is `hidden`
+    behind computing, or behind messages of other channels.
     """
 
     transfer: Transfer
@@ -122,7 +121,7 @@ class Timeline:
 
     @property
     def seconds(self) -> Seconds:
-        """How long it took: until the program has ended and every message is complete."""
+        """The length: until the program has ended and every message is complete."""
         ends = [*(one.stop for one in self.computing), *(one.stop for one in self.waiting), *(one.stop for one in self.sent)]
         return max(ends, default=0.0)
 
@@ -133,7 +132,7 @@ class Timeline:
 
     @property
     def slowdown(self) -> Seconds:
-        """How much longer computing took because of the messages beside it."""
+        """How much longer computing took because of concurrent messages."""
         return max(0.0, sum(one.seconds for one in self.computing) - self.work)
 
 
@@ -142,9 +141,9 @@ def simulate(program: Iterable[Instruction], interference: float) -> Timeline:
 
     Args:
         program: computations, messages issued and awaited, in the order of the program.
-        interference: seconds that computing loses per second of a message beside it (beta); from 0 to 1.
+        interference: seconds that computing loses per second of a concurrent message (beta); from 0 to 1.
 
-    Raises ValueError if `interference` lies elsewhere, or if a message is awaited that was not issued.
+    Raises ValueError if `interference` is out of range, or a message is awaited that was not issued.
     """
     if not 0 <= interference <= 1:
         raise ValueError(f"a message takes between nothing and all of a device, not {interference}")
@@ -196,7 +195,7 @@ class _Run:
             self.start[what] = self.now
 
     def wait(self, what: Issue) -> None:
-        """Wait until a message is complete; what is in flight on its channel is exposed meanwhile."""
+        """Wait until a message is complete; messages in flight on its channel are exposed meanwhile."""
         if what not in self.issued:
             raise ValueError(f"{what.transfer.name} is awaited before it is issued")
         begun = self.now
@@ -220,7 +219,7 @@ class _Run:
         return passed
 
     def _rates(self) -> dict[Issue, float]:
-        """What is in flight, each with the part of its axes that it has."""
+        """The messages in flight, each with its share of its axes."""
         flying = [queue[0] for queue in self.channels.values()]
         crowd = Counter(axis for one in flying for axis in one.transfer.axes)
         return {one: 1 / max((crowd[axis] for axis in one.transfer.axes), default=1) for one in flying}

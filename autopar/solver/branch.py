@@ -21,7 +21,7 @@ from autopar.solver.settings import SearchSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branched:
-    """The best solution that branching found; if there is none and it is `complete`, none exists."""
+    """The best solution found by branching; without one, `complete` says that none exists."""
 
     result: SolverResult | None
     complete: bool
@@ -33,13 +33,13 @@ def branch(
     """The best solution of the whole program; None if it is infeasible.
 
     Args:
-        program: what is solved, to the relative `settings.gap`.
+        program: the program, solved to the relative `settings.gap`.
         settings: `branch_nodes` and the gap.
-        integer_arcs: whether each use of an arc is an integer too. Without rows that count uses a route costs least when it is
-            whole, so that only edges with several consumers need it.
+        integer_arcs: whether each use of an arc is an integer too. Without rows that count uses, a whole route is cheapest, so
+            only edges with several consumers need it.
         start: a solution to start from.
 
-    Raises SolverError if no solution is found in `settings.branch_nodes` nodes, TimeLimitError if none is by the deadline.
+    Raises SolverError if no solution is found in `settings.branch_nodes` nodes, TimeLimitError if none by the deadline.
     """
     found = _branch(program, settings, settings.branch_nodes, program.integers(arcs=integer_arcs), start=start)
     if found.result is None and not found.complete:
@@ -51,7 +51,7 @@ def branch(
 
 
 def branch_open_choices(program: IntegerProgram, relaxed: SolverResult, settings: SearchSettings) -> SolverResult | None:
-    """The best solution in which every choice that the relaxation makes wholly stays; None if none is found.
+    """The best solution that keeps every integral choice of the relaxation; None if none is found.
 
     Its bound is the relaxation's.
     """
@@ -73,11 +73,11 @@ def rens(
     whole: bool = False,
     useless: Bools | None = None,
 ) -> SolverResult | None:
-    """The best solution of the candidates and arcs that the relaxation, or a `known` solution, uses at all.
+    """The best solution within the candidates and arcs that the relaxation, or a `known` solution, uses.
 
     Relaxation enforced neighbourhood search: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation
-    6 (2014). With `whole` all columns are searched, which raises the bound too, but for `useless` ones: every solution with
-    one of these costs more than the known one. None if no solution is found in `settings.rens_nodes` nodes.
+    6 (2014). With `whole` all columns are searched, which raises the bound too, except `useless` ones: every solution with one
+    of these costs more than the known one. None if no solution is found in `settings.rens_nodes` nodes.
     """
     unused = (relaxed.values <= settings.integrality) & (not whole)
     if known is not None:
@@ -92,7 +92,7 @@ def rens(
 
 
 def branch_members(program: IntegerProgram, settings: SearchSettings) -> SolverResult | None:
-    """The best whole numbers of members that recompute, convert again or offload, in a program of one candidate per choice.
+    """The best integer numbers of members that recompute, convert again or offload, in a program of one candidate per choice.
 
     None if no solution is found in `settings.member_nodes` nodes.
     """
@@ -109,7 +109,7 @@ def _branch(
     start: SolverResult | None = None,
     most: float = 1.0,
 ) -> Branched:
-    """Branch on the columns `integers`, which are `most` at most, with the columns `zeros` fixed to 0."""
+    """Branch on the columns `integers`, at most `most`, with the columns `zeros` fixed to 0."""
     solver = highs.load(program.block())
     highs.require_integers(solver, np.flatnonzero(integers), most)
     fixed = np.concatenate([np.zeros(0, np.int64), *zeros]).astype(np.int32)

@@ -1,7 +1,7 @@
 """The core of a problem: the part that holds every solution up to a price, relaxed without rows.
 
-The relaxation of the whole is not needed for it: dual ascent bounds that in a fraction of the time, its reduced costs leave out
-most columns, and the price of the rounded relaxation of what is left says how much had to stay:
+It does not need the relaxation of the whole: dual ascent bounds that in a fraction of the time, its reduced costs exclude most
+columns, and the price of the rounded relaxation of the rest tells which columns had to stay:
 
     bound of dual ascent        a rounded relaxation      a window
     |---------------------------|-------------------------|           all that is cheaper lies in the window
@@ -25,7 +25,7 @@ from autopar.solver.settings import SearchSettings
 
 @dataclass(slots=True, kw_only=True)
 class Core:
-    """A window with its relaxation, which holds every solution that costs at most `holds` seconds.
+    """A window with its relaxation; it contains every solution that costs at most `holds` seconds.
 
     `relaxed` is the last relaxation, `reduced_costs` are those at it, of candidates by choice and arcs by edge. Without a
     result there is no solution below the cutoff. `dual` bounds the whole problem, if that was bounded by messages.
@@ -39,32 +39,32 @@ class Core:
 
     @property
     def bound(self) -> float:
-        """Seconds that every solution costs at least."""
+        """A lower bound in seconds on every solution."""
         return min(self.holds, self.relaxed.bound)
 
     def keep(self, relaxed: Relaxed) -> None:
-        """Take another relaxation of the window, which was solved just now."""
+        """Replace the relaxation by a newer one of the window."""
         self.relaxed, self.reduced_costs = relaxed, self.search.relaxation.reduced_costs()
 
     def window(self, seconds: float, largest: float) -> Window | None:
-        """The part that holds every solution up to a price: see `reduced_cost_fixing.window`."""
+        """The part that contains every solution up to a price: see `reduced_cost_fixing.window`."""
         return window(self.search.window, *self.reduced_costs, seconds - self.relaxed.bound, largest)
 
     def everything(self) -> Search:
-        """The search of the whole window, with regions: they have long rows, so that few windows must do without."""
+        """The search of the whole window, with regions: their rows are long, so few windows need to do without."""
         self.search.relaxation.add_regions()
         return self.search
 
 
 def whole(problem: Problem, settings: SearchSettings, cutoff: float = math.inf) -> Core:
-    """The core that leaves nothing out."""
+    """The core without exclusions."""
     return _relaxed(whole_problem(problem), settings, cutoff)
 
 
 def core(problem: Problem, settings: SearchSettings, cutoff: float = math.inf, *, dual: DualBound | None = None) -> Core | None:
-    """A core that holds every solution that is cheaper than one that is known, or than the cutoff in seconds; None if none is
-    below the cutoff. At the deadline the last core that rounds to a solution, though it may not hold all that are cheaper.
-    `dual` is the bound by messages, where that is known.
+    """A core that contains every solution cheaper than a known one, or than the cutoff in seconds; None if none is below the
+    cutoff. At the deadline the last core that rounds to a solution, which may not contain all cheaper ones. `dual` is the bound
+    by messages, if known.
 
     Raises TimeLimitError if the deadline comes before there is one.
     """
@@ -99,7 +99,7 @@ def _smallest(problem: Problem, dual: DualBound, everything: Window, settings: S
 
 
 def _up_to(holds: float, everything: Window, dual: DualBound, settings: SearchSettings, cutoff: float) -> Core | None:
-    """The core that holds every solution up to a price; None if that is nearly everything."""
+    """The core that contains every solution up to a price; None if that is nearly everything."""
     part = window(everything, dual.candidates, dual.arcs, holds - dual.bound, settings.largest_core)
     return None if part is None else _relaxed(part, settings, cutoff, holds)
 
@@ -111,7 +111,7 @@ def _relaxed(part: Window, settings: SearchSettings, cutoff: float, holds: float
 
 
 def _price(core: Core, settings: SearchSettings) -> float:
-    """Seconds of the rounded relaxation; infinite where there is none."""
+    """Seconds of the rounded relaxation; infinite if there is none."""
     if core.relaxed.result is None:
         return math.inf
     try:

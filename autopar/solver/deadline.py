@@ -16,9 +16,9 @@ from autopar.errors import AutoparError
 
 @contextmanager
 def interrupts(hear: Callable[[Callable[[], object]], object]) -> Iterator[Callable[[], object]]:
-    """Have Ctrl-C call `hear` with what it does otherwise, which is what is yielded, too.
+    """Make Ctrl-C call `hear` with its previous handler, which is also yielded.
 
-    Only the main thread hears of it, and only where Python handles it.
+    This works in the main thread only, and only if Python handles the signal.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -33,16 +33,16 @@ def interrupts(hear: Callable[[Callable[[], object]], object]) -> Iterator[Calla
 
 @dataclass(slots=True)
 class Interrupt:
-    """Whether Ctrl-C was `pressed` where a search listened and a solution was `known`: then it ends with that."""
+    """Whether Ctrl-C was `pressed` while a search listened and a solution was `known`, with which the search then ends."""
 
     known: bool = False
     pressed: bool = False
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Listen to Ctrl-C, which does what it always does where nothing is known, at once, or where it is pressed twice.
+        """Listen to Ctrl-C; it has its usual effect at once if no solution is known, or if it is pressed twice.
 
-        Where what was known turns out to be no answer, and the search ends in an error, it does what it always does as well.
+        It also has its usual effect if the known solution turns out not to be an answer, and the search ends in an error.
         """
 
         def note(usual: Callable[[], object]) -> None:
@@ -61,8 +61,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A `moment` of a clock that only goes forward, `seconds` after it was set, or that of an interrupt; the default never
-    comes.
+    """A `moment` of a monotonic clock, `seconds` after it was set, or an interrupt; the default never comes.
 
     >>> NEVER.passed, Deadline.after(0).passed
     (False, True)
@@ -84,7 +83,7 @@ class Deadline:
 
     @property
     def text(self) -> str:
-        """What ends the search."""
+        """What ended the search, in words."""
         return "Ctrl-C" if self._pressed else f"the time_limit of {self.seconds:g} s"
 
     @property
@@ -92,11 +91,11 @@ class Deadline:
         return self.interrupt is not None and self.interrupt.pressed
 
     def only_interrupt(self) -> Deadline:
-        """No moment: only Ctrl-C ends the search."""
+        """A deadline without a moment: only Ctrl-C ends the search."""
         return Deadline(interrupt=self.interrupt)
 
     def note_solution(self) -> None:
-        """A solution is known, with which Ctrl-C may end the search."""
+        """Record that a solution is known, with which Ctrl-C may end the search."""
         if self.interrupt is not None:
             self.interrupt.known = True
 
@@ -105,7 +104,7 @@ class Deadline:
         return nullcontext() if self.interrupt is None else self.interrupt.heard()
 
     def earlier(self, share: float) -> Deadline:
-        """The moment at which only this share of the seconds is left."""
+        """An earlier deadline, when this share of the seconds is left."""
         return self if self.moment == math.inf else replace(self, moment=self.moment - share * self.seconds)
 
 

@@ -16,10 +16,10 @@ from autopar.solver.settings import SearchSettings
 
 
 def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSettings) -> SolverResult | None:
-    """A solution near the relaxation with every pick whole; its bound is the relaxation's.
+    """An integral solution near the relaxation; its bound is the relaxation's.
 
-    A step that is infeasible is taken back, and only its surest pick made. None if that is infeasible too, or beyond
-    `dive_backtracks`, `dive_iterations` or the deadline.
+    An infeasible step is undone, and only its surest pick fixed. None if that is infeasible too, or beyond `dive_backtracks`,
+    `dive_iterations` or the deadline.
     """
     solver, values = highs.load(program.block()), relaxed.values
     if relaxed.basis is not None:
@@ -41,7 +41,9 @@ def dive(program: IntegerProgram, relaxed: SolverResult, settings: SearchSetting
 
 
 def _fix_to_zero(solver: highspy.Highs, columns: list[Ints], iterations: int, deadline: Deadline) -> bool:
-    """Solve with columns fixed to 0; False, with them as they were, if that is infeasible or takes more iterations or time."""
+    """Solve with columns fixed to 0; False, after undoing it, if that is infeasible or takes too many iterations or too
+    long.
+    """
     fixed = np.concatenate(columns).astype(np.int32)
     zeros = np.zeros(len(fixed))
     *_, upper, _ = solver.getCols(len(fixed), fixed)

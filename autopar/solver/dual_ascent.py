@@ -1,9 +1,9 @@
 """A lower bound on every solution without a simplex method: dual ascent by messages.
 
 The relaxation without rows splits into small parts: candidates, and for every consumer of an edge the cheapest route from the
-producer's layout to the consumer's. What several consumers pay once (arcs, conditional costs, fixed charges) is divided into
-shares, one per consumer; any shares give a bound. Parts agree by messages: a part gives what it knows of the price of each
-candidate to the next one, in the order of the choices and back, so that the bound never falls:
+producer's layout to the consumer's. Costs that several consumers pay once (arcs, conditional costs, fixed charges) are divided
+into shares, one per consumer; any shares give a bound. Parts agree by messages: each passes what it knows about the price of
+each candidate to the next one, in the order of the choices and back, so that the bound never falls:
 
     reparametrisation    price = sum_o left[o, c] + sum_v,k sent[v, k] + distance(produced, wanted, shares[v, k]) + wanted[v, k]
     bound                sum_o min_c left[o, c] + sum_v,k min over both ends
@@ -36,15 +36,17 @@ _NEEDED = 0.999  # of a share: what is used nearly wholly could use more
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class DualBound:
-    """Every solution costs at least `bound` seconds, and by its reduced cost more where it uses a candidate (by choice) or an
-    arc (by edge). Infinite where no solution does; without any, `bound` is infinite and reduced costs say nothing."""
+    """Every solution costs at least `bound` seconds, plus the reduced cost of any candidate (by choice) or arc (by edge) that
+    it uses. Reduced costs are infinite if no solution uses it; without any solution `bound` is infinite and reduced costs mean
+    nothing.
+    """
 
     bound: float
     candidates: list[Floats]
     arcs: list[Floats]
 
     def raised(self, part: Window, bound: float, candidates: Sequence[Floats], arcs: Sequence[Floats]) -> DualBound:
-        """This bound with the reduced costs that another one has in a part of the problem, where those say more."""
+        """This bound, with another one's reduced costs in a part of the problem where they are larger."""
 
         def larger(costs: Floats, places: Ints, others: Floats) -> Floats:
             found = costs.copy()
@@ -59,7 +61,7 @@ class DualBound:
 
 
 def dual_ascent(problem: Problem, settings: SearchSettings = DEFAULTS) -> DualBound:
-    """A bound on every solution of a problem, without regard to rows and regions, which make solutions only more expensive.
+    """A bound on every solution of a problem, ignoring rows and regions, which only make solutions more expensive.
 
     Sweeps go on while they raise the bound by `ascent_gain`, checked every `ascent_check` sweeps, up to `ascent_sweeps`.
     """
@@ -74,7 +76,7 @@ def dual_ascent(problem: Problem, settings: SearchSettings = DEFAULTS) -> DualBo
 
 
 class _Groups:
-    """Places grouped by a layout."""
+    """Positions grouped by layout."""
 
     def __init__(self, layouts: Ints) -> None:
         self.order = np.argsort(layouts, kind="stable")
@@ -94,7 +96,7 @@ class _Groups:
 
 
 class _Shared:
-    """A cost of arcs that is paid once for several consumers of an edge: what each of them pays of it."""
+    """A cost of arcs that is paid once for several consumers of an edge, divided into a share per consumer."""
 
     def __init__(self, seconds: Floats, consumers: Iterable[int], number: int) -> None:
         self.seconds, self._consumers = seconds, np.array(sorted(consumers))
@@ -103,12 +105,14 @@ class _Shared:
 
     @property
     def free(self) -> Floats:
-        """What nobody pays."""
+        """The part that nobody pays."""
         unpaid: Floats = np.maximum(0.0, self.seconds - self.shares.sum(axis=0))
         return unpaid
 
     def divide(self, needed: Floats) -> None:
-        """Keep what is needed of each share (by consumer and arc, at most 1), and give the rest to those that need all."""
+        """Keep the needed part of each share (by consumer and arc, at most 1), and give the rest to those that need all of
+        theirs.
+        """
         if len(self._consumers) == 1:
             return
         self.shares *= needed
@@ -118,7 +122,7 @@ class _Shared:
 
 @dataclass(slots=True)
 class _ChargeShare:
-    """What a consumer of an edge pays of a fixed charge where it uses certain arcs."""
+    """The share of a fixed charge that a consumer of an edge pays for using certain arcs."""
 
     charge: int
     consumer: int
@@ -165,7 +169,7 @@ class _Routes:
         return _distances(self.wanted[rows], self._leaving[rows], self._out_of, self._targets)
 
     def give(self, consumer: int, values: Floats, *, ask: bool) -> None:
-        """Take what a consumer gives per candidate; with `ask`, the producer asks for it next."""
+        """Receive a consumer's message per candidate; with `ask`, the producer reads it next."""
         self.wants[consumer].spread(values, self.wanted[consumer])
         if ask:
             self._stale.append(consumer)
@@ -177,7 +181,9 @@ class _Routes:
             self._stale = []
 
     def send(self, values: Floats, consumers: list[int], free: list[float]) -> None:
-        """Take what the producer gives per candidate, divide shared costs again where all consumers follow, and tell them."""
+        """Receive the producer's message per candidate, divide shared costs again if all consumers follow, and pass it to
+        them.
+        """
         self.produced.spread(values, self.sent)
         if not consumers:
             return
@@ -256,7 +262,7 @@ class _Ascent:
         self._visited = [o for o in self._visited if several[o] or any(several[end] for end in chain(*self._neighbours(o)))]
 
     def _send(self, choice: int, later: Callable[[int, int], bool]) -> None:
-        """Collect what all routes know of each candidate, and give it to those that lead to a later choice."""
+        """Collect the messages of all routes about each candidate, and pass them to those that lead to a later choice."""
         total = self._problem.choices[choice].seconds.copy()
         before = [routes.to_consumers[place].take(routes.edge.consumers[place].wants) for routes, place in self._in[choice]]
         for known in before:
@@ -282,7 +288,7 @@ class _Ascent:
             routes.give(place, follows * given - known, ask=follows)
 
     def bound(self) -> DualBound:
-        """The bound of the messages and shares as they are, and the reduced costs there."""
+        """The bound of the current messages and shares, with its reduced costs."""
         left = [choice.seconds.copy() for choice in self._problem.choices]
         for o, costs in enumerate(left):
             for routes, place in self._in[o]:
@@ -311,7 +317,7 @@ class _Ascent:
 
 
 def _taken(given: Floats) -> Floats:
-    """What a candidate has less for what it gave; one from which no route leads stays infinitely expensive."""
+    """Subtract what a candidate gave away; one without any route stays infinitely expensive."""
     return np.where(np.isfinite(given), -given, np.inf)
 
 

@@ -1,7 +1,7 @@
 """HiGHS behind one door: a matrix goes in, a status with one of five meanings comes out.
 
 It runs silently, in one thread, from a fixed seed and without a time limit, so that the same program has the same answer on
-every machine. Only a `Deadline` that the user sets, and Ctrl-C, end it before.
+every machine. Only a user's `Deadline`, or Ctrl-C, ends it earlier.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SolverError(AutoparError):
 
 
 class TimeLimitError(SolverError):
-    """The time that the user gave the search is over, and it knows no plan; every plan costs `bound` seconds or more."""
+    """The user's time limit is over without a plan; every plan costs at least `bound` seconds."""
 
     def __init__(self, deadline: Deadline, bound: float = 0.0) -> None:
         self.bound = bound
@@ -43,11 +43,11 @@ class TimeLimitError(SolverError):
 
 
 class SlowerError(SolverError):
-    """Every solution takes as long as one that is known elsewhere, or longer, whatever memory there is: that is proven."""
+    """It is proven that no solution, in any memory, is faster than one known elsewhere."""
 
 
 class Meaning(Enum):
-    """What a status of HiGHS means to the search."""
+    """What a HiGHS status means for the search."""
 
     SOLVED = auto()  # to the gap that was asked for
     INFEASIBLE = auto()  # there is no solution
@@ -88,7 +88,7 @@ STATUS: Mapping[str, Meaning] = {  # by name of highspy.HighsModelStatus, of eve
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class SolverResult:
     """Values of all columns; `objective` and the proven `bound` are in seconds (in the program's unit when it minimises
-    memory). A relaxation's has the `basis` from which a program that differs little is solved soon."""
+    memory). For a relaxation, `basis` is a warm start for similar programs."""
 
     values: Floats
     objective: float
@@ -118,14 +118,14 @@ def load(block: SparseBlock, *, devex: bool = False, presolve: bool = True) -> h
 
 
 def append(solver: highspy.Highs, block: SparseBlock) -> None:
-    """Add columns and rows to a program; its last basis stays the one to start from."""
+    """Add columns and rows to a program; its last basis is kept for warm starts."""
     number, none = len(block.cost), np.zeros(0, np.int32)
     solver.addCols(number, block.cost, np.zeros(number), np.full(number, highspy.kHighsInf), 0, none, none, np.zeros(0))
     solver.addRows(len(block.lower), block.lower, block.upper, len(block.value), block.start[:-1], block.column, block.value)
 
 
 def require_integers(solver: highspy.Highs, columns: Ints, most: float) -> None:
-    """Let these columns take whole numbers up to `most` only, from which on HiGHS branches.
+    """Restrict these columns to integers up to `most`; HiGHS branches from now on.
 
     HiGHS finds few of the bounds that rows imply: with those of binary columns stated, it has cliques and fixes more at the
     root (ViT-L on (8, 8), 4,659 columns: 1.8 CPU seconds, 4.6 without).
@@ -136,8 +136,8 @@ def require_integers(solver: highspy.Highs, columns: Ints, most: float) -> None:
 
 
 def trust_start(solver: highspy.Highs) -> None:
-    """Look for no other solutions by programs within the program: one is known, of a dive or of a smaller search. Nor start the
-    root again with what it could fix: it ends soon.
+    """Turn off sub-MIP heuristics, since a solution is known from a dive or a smaller search, and root restarts, since the
+    search ends soon.
 
     ViT-L on (8, 8): 0.7 CPU seconds, 1.8 with them, and 1.3 with restarts.
     """
@@ -147,9 +147,9 @@ def trust_start(solver: highspy.Highs) -> None:
 
 
 def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:
-    """Solve, and say how that ended.
+    """Solve, and return how that ended.
 
-    Raises what Ctrl-C raises, KeyboardInterrupt as a rule, where it is pressed meanwhile.
+    Raises what Ctrl-C raises, normally KeyboardInterrupt, if it is pressed meanwhile.
     """
     if deadline.passed:
         return Meaning.TIME_UP
@@ -170,10 +170,10 @@ def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:
 
 
 def plainly_infeasible(solver: highspy.Highs) -> bool:
-    """Whether presolving alone says that a program has no solution; its last basis stays the one to start from.
+    """Whether presolve alone proves a program infeasible; its last basis is kept for warm starts.
 
-    It takes moments where the simplex method, which does not presolve a program that has a basis, may take minutes to say so:
-    0.04 and 25 CPU seconds for 18,799 rows of a stage of Llama-3 70B, 0.1 and more than 100 for 57,928 of one of GPT-3 175B.
+    It takes moments, whereas the simplex method, which does not presolve a program with a basis, may take minutes: 0.04 and 25
+    CPU seconds for 18,799 rows of a stage of Llama-3 70B, 0.1 and more than 100 for 57,928 of one of GPT-3 175B.
     """
     solver.presolve()
     return solver.getModelPresolveStatus() == highspy.HighsPresolveStatus.kInfeasible
@@ -181,7 +181,9 @@ def plainly_infeasible(solver: highspy.Highs) -> bool:
 
 @contextmanager
 def _held_interrupts() -> Iterator[list[int]]:
-    """Hold Ctrl-C back until the end, for an exception must not pass through HiGHS; what is yielded says if it was pressed."""
+    """Hold Ctrl-C back until the end, since no exception may pass through HiGHS; the yielded value tells whether it was
+    pressed.
+    """
     pressed: list[int] = []
     with interrupts(lambda usual: pressed.append(1)) as usual:
         yield pressed
@@ -190,11 +192,11 @@ def _held_interrupts() -> Iterator[list[int]]:
 
 
 def run_cold(solver: highspy.Highs, deadline: Deadline = NEVER, *, steepest: int, devex: int) -> None:
-    """Solve a program that has no basis yet: by the steepest edge, for so many iterations; then by Devex; then by the steepest
-    edge, to the end.
+    """Solve a program without a basis: by steepest edge for so many iterations, then by Devex, then by steepest edge to the
+    end.
 
-    The steepest edge takes fewer iterations; their prices grow with the program, and those of Devex hardly. Neither can be told
-    to be the better one before it was tried, and each starts anew: HiGHS keeps no basis of a presolved program that it leaves.
+    Steepest edge takes fewer iterations, whose cost grows with the program; Devex's hardly does. Which one is better shows only
+    when tried, and each starts afresh: HiGHS keeps no basis of a presolved program that it leaves.
     """
     for weights, iterations in ((_CHOOSE, steepest), (_DEVEX, devex), (_CHOOSE, highspy.kHighsIInf)):
         solver.setOptionValue("simplex_dual_edge_weight_strategy", weights)

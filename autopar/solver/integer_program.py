@@ -56,7 +56,7 @@ from autopar.solver.settings import SearchSettings
 
 @dataclass(slots=True)
 class Columns:
-    """Where the variables of a problem stand: the first column of each."""
+    """The first column of each group of a problem's variables."""
 
     pick: list[int] = field(default_factory=list)  # per choice
     use: list[int] = field(default_factory=list)  # per edge
@@ -81,8 +81,8 @@ class IntegerProgram:
     """The integer program of a problem; costs are in microseconds, or in `peak_weight` once it minimises memory.
 
     Args:
-        problem: what is solved.
-        joint: with the prices that several choices have together, of fixed charges and regions; else they are added later.
+        problem: the problem.
+        joint: with prices that several choices share, of fixed charges and regions; else they are added later.
     """
 
     def __init__(self, problem: Problem, *, joint: bool = True) -> None:
@@ -138,19 +138,20 @@ class IntegerProgram:
         self.matrix.add_rows(rows, columns, values, edge.nodes, 0.0, 0.0)
 
     def add_fixed_charges(self) -> None:
-        """(charge), of messages that are sent once."""
+        """(charge), for messages sent once."""
         for number, fixed_charge in enumerate(self.problem.fixed_charges):
             if not fixed_charge.recomputed:
                 self._charge(number, fixed_charge)
 
     def add_regions(self) -> None:
-        """(excess), which counts charges as well: after those, and before anything is recomputed."""
+        """(excess), which counts charges too: call it after those, and before recomputation is added."""
         assert not self.columns.rerun
         self.columns.regions = add_regions(self.problem, self.columns, self.matrix, self._per_second / MICROSECONDS)
 
     def add_recomputation(self) -> list[int]:
         """(recompute), (tree), (charge) of conversions that may be recomputed, and their part in regions; returns the rows that
-        bind no more."""
+        are relaxed by it.
+        """
         columns = self.columns
         for number, choice in enumerate(self.problem.choices):
             if choice.recompute is not None:
@@ -168,7 +169,7 @@ class IntegerProgram:
         return [self.matrix.change_upper(region.idle, np.inf) for region in columns.regions]
 
     def reconvert_together(self) -> None:
-        """Where all arcs of the problem are used: reconvert the same share of each edge that shares a message."""
+        """Reconvert the same share of each edge that shares a message, in a problem all of whose arcs are used."""
         for fixed_charge in self.problem.fixed_charges:
             parts = [
                 (self.columns.reconvert[trigger.edge] + np.flatnonzero(trigger.arcs), self.problem.edges[trigger.edge].count)
@@ -191,7 +192,7 @@ class IntegerProgram:
         return members
 
     def _tree(self, edge: Edge, use: int) -> None:
-        """(tree): otherwise layouts that come from each other in a circle would recompute each other."""
+        """(tree): otherwise layouts in a cycle of conversions would recompute each other."""
         moved, storage = np.flatnonzero(~edge.free), storages(edge)
         picks = self.columns.pick[edge.producer] + np.arange(len(edge.produced))
         layouts, columns = np.append(edge.target[moved], edge.produced), np.append(use + moved, picks)
@@ -232,7 +233,7 @@ class IntegerProgram:
         self.memory_rows[row.name] = self.matrix.add_row(column, value, -np.inf, (limit - row.constant) / scale), scale
 
     def tighten(self, row: Row) -> RowBound | None:
-        """Change the constant of a memory row that is there already; None if none of its name is."""
+        """Change the constant of an existing memory row; None if there is none of its name."""
         if row.name not in self.memory_rows:
             return None
         place, scale = self.memory_rows[row.name]
@@ -240,9 +241,9 @@ class IntegerProgram:
         return RowBound(row=self.matrix.change_upper(place, upper), upper=upper)
 
     def minimise_peak(self, scale: float, seconds: float, settings: SearchSettings) -> int:
-        """Minimise the most bytes of any row, in units of `scale`, and to a small part the time in units of `seconds`.
+        """Minimise the largest bytes of any row, in units of `scale`, plus a small weight of the time in units of `seconds`.
 
-        Returns the column of the peak. Memory rows that are added from now on are bounded by it, not by their limits.
+        Returns the column of the peak. Memory rows added from now on are bounded by it, not by their limits.
         """
         self._per_second = settings.peak_weight * settings.time_weight / max(seconds, 1 / MICROSECONDS)
         self.matrix.costs = [cost * (self._per_second / MICROSECONDS) for cost in self.matrix.costs]
@@ -251,7 +252,7 @@ class IntegerProgram:
         return column
 
     def block(self, column: int = 0, row: int = 0) -> SparseBlock:
-        """The columns from `column` and the rows from `row` on, as HiGHS takes them."""
+        """The columns from `column` and the rows from `row` on, in HiGHS's form."""
         return self.matrix.block(self.costs(), column, row)
 
     def integers(self, *, arcs: bool = False) -> Bools:
@@ -263,7 +264,7 @@ class IntegerProgram:
         return found
 
     def members(self) -> Bools:
-        """Which columns count members: what is recomputed, converted again or offloaded."""
+        """Which columns count members: recomputed, converted again or offloaded ones."""
         problem, found = self.problem, np.zeros(self.matrix.columns, bool)
         blocks = [(first, len(problem.choices[choice].seconds)) for choice, first in self.columns.rerun.items()]
         blocks += [(first, len(problem.edges[edge].seconds)) for edge, first in self.columns.reconvert.items()]
@@ -273,8 +274,7 @@ class IntegerProgram:
         return found
 
     def costs(self) -> Floats:
-        """Costs of all columns, with what lets the smaller `tie` win among equal prices: the largest weighs a thousandth of the
-        smallest price."""
+        """Costs of all columns, plus a tie-breaker by `tie`, the largest of which weighs a thousandth of the smallest price."""
         extra, cost = np.zeros(self.matrix.columns), np.concatenate([np.zeros(0), *self.matrix.costs])
         for first, choice in zip(self.columns.pick, self.problem.choices, strict=True):
             extra[first : first + len(choice.tie)] = choice.tie

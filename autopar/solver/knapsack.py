@@ -26,14 +26,14 @@ EQUAL = 1e-9  # of the largest difference, by which costs may differ that count 
 
 
 def choose(sizes: Sequence[Ints], capacity: int, costs: Sequence[Sequence[Floats]]) -> tuple[int, ...] | None:
-    """The place of the size that each taker gets, proven to be best; None if they do not fit into the capacity.
+    """The index of each taker's size in the proven best choice; None if they do not fit into the capacity.
 
     Args:
         sizes: of each taker, in the unit of the capacity.
         capacity: of all together.
         costs: by importance; each has a number for every size of every taker.
 
-    Raises SolverError where HiGHS fails.
+    Raises SolverError if HiGHS fails.
     """
     matrix, columns = _program(sizes, capacity)
     if not sizes:
@@ -63,13 +63,13 @@ def _program(sizes: Sequence[Ints], capacity: int) -> tuple[Matrix, list[Ints]]:
 
 
 def _scaled(cost: Sequence[Floats]) -> Floats:
-    """What each size costs beyond its taker's cheapest one, the largest as `UNIT`."""
+    """The cost of each size beyond its taker's cheapest one, scaled so that the largest is `UNIT`."""
     found = np.concatenate([own - own.min() for own in cost])
     return found * (UNIT / found.max()) if found.max() > 0 else found
 
 
 def _solved(matrix: Matrix, cost: Floats, columns: Sequence[Ints]) -> list[int] | None:
-    """The place of the size that each taker gets; None if there is no solution."""
+    """The index of each taker's size; None if there is no solution."""
     solver = highs.load(matrix.block(cost))
     highs.require_integers(solver, np.arange(matrix.columns), 1.0)
     for gap in ("mip_rel_gap", "mip_abs_gap"):

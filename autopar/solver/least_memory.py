@@ -21,7 +21,7 @@ PeakJudge = Callable[[Solution, dict[int, float]], tuple[float, list[Row]]]
 def least_memory(
     problem: Problem, judge: PeakJudge, first: Solution, scale: float, settings: SearchSettings = DEFAULTS
 ) -> tuple[Solution, float]:
-    """A solution of about least peak memory, whatever it costs, and its peak in bytes.
+    """A solution of nearly least peak memory, at any price, and its peak in bytes.
 
     Args:
         problem: what is solved.

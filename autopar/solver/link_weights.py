@@ -47,7 +47,7 @@ class Weighed:
 
 
 def best_weights(problem: Problem, settings: SearchSettings, first: Core | None = None) -> Weighed:
-    """Weights whose bound is within `weights_gap` of the best; after `weights_rounds` rounds the best so far.
+    """Weights whose bound is within `weights_gap` of the best; after `weights_rounds` rounds the best found.
 
     Args:
         problem: with regions.
@@ -85,7 +85,7 @@ def note(
 
 
 def weighed(problem: Problem, weights: Weights) -> Problem:
-    """The problem without regions, with links and what is busy weighed into its prices: no solution costs more than in
+    """The problem without regions, with loads on links and device weighed into its prices: no solution costs more than in
     `problem`.
 
     Args:
@@ -113,7 +113,7 @@ def totals(problem: Problem, weights: Weights) -> tuple[list[float], list[Floats
 
 
 class LoadedPrices:
-    """The prices of a problem, which loads are added to."""
+    """The prices of a problem, to which loads are added."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -140,7 +140,7 @@ class LoadedPrices:
             self._charges[t] += weight * charge
 
     def problem(self) -> Problem:
-        """The problem at these prices, without regions; what was weighed away wholly costs nothing, whatever the rounding."""
+        """The problem at these prices, without regions; fully weighed-away prices are exactly zero."""
 
         def positive(seconds: Floats) -> Floats:
             return np.maximum(seconds, 0.0)

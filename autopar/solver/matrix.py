@@ -1,6 +1,6 @@
 """A sparse matrix that grows by columns and by blocks of rows: `lower <= A x <= upper`, `x >= 0`, with a cost per column.
 
-Rows are kept and handed over as arrays: through PuLP's objects the largest programs take longer to build than to solve.
+Rows are stored and passed on as arrays: with PuLP's objects the largest programs take longer to build than to solve.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RowBlock:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class SparseBlock:
-    """Columns and rows as HiGHS takes them, row by row: entries `start[i]` to `start[i + 1]` are those of row i."""
+    """Columns and rows in HiGHS's row-wise form: entries `start[i]` to `start[i + 1]` are those of row i."""
 
     cost: Floats
     lower: Floats

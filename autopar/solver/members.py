@@ -1,9 +1,9 @@
 """Whole members: how many members of each class recompute, convert again or go to the host, under the layouts of a solution.
 
-The relaxation takes shares of members, and rounding each of them up costs a part of a member. With picks and routes fixed the
-program is so small that members can be integers: branching ends at its root nearly always. What travels in one message is
-converted again for as many members: otherwise some messages carry less, and there are more of them. Here rows are also
-tightened for the bytes that they do not count, since the program is solved again in tenths of a second.
+The relaxation uses fractions of members, and rounding each up wastes part of a member. With picks and routes fixed the program
+is so small that members can be integers: branching nearly always ends at the root. Values that share a message are converted
+again for the same number of members: otherwise there are more messages, some of them smaller. Rows are also tightened here for
+the bytes that they miss, since each solve takes tenths of a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.solver.settings import SearchSettings
 
 
 class WholeMembers:
-    """The program of a solution's picks and routes, with the rows that are known.
+    """The program with a solution's picks and routes fixed, and the known rows.
 
     Args:
         window: where the solution is of.
@@ -38,7 +38,7 @@ class WholeMembers:
         self._add(rows.take(window, list(rows.rows.values())))
 
     def best(self, below: float) -> Solution | None:
-        """The best solution of the window below so many seconds that holds too much at no moment; None if none is found.
+        """The best solution of the window below so many seconds that exceeds its limit at no moment; None if none is found.
 
         Rows are tightened until one fits or there is none, then loosened by halves as long as one fits.
         """
@@ -70,7 +70,7 @@ class WholeMembers:
                 self._program.add_memory_row(row)
 
     def _solved(self, below: float) -> Solution | None:
-        """The best whole numbers of members within the rows as they are; None if they cost as much as `below`, or more."""
+        """The best integer numbers of members within the current rows; None if they cost `below` or more."""
         found = branch_members(self._program, self._settings)
         if found is None:
             return None

@@ -39,7 +39,7 @@ class LayoutColumns:
 
 
 def retained_columns(problem: Problem, columns: Columns, matrix: Matrix, term: RetainedTerm) -> RowTerm:
-    """(keep): the columns that say what is retained of an edge, and their bytes."""
+    """(keep): the columns for what is retained of an edge, and their bytes."""
     edge = problem.edges[term.edge]
     read, saved = ([_picked(columns, edge, end) for end in ends] for ends in (term.read_by, term.saved_by))
     recomputed = [one.times(1 / term.first_share) for one in _recomputed(problem, columns, term.edge)]
@@ -62,7 +62,7 @@ def retained_columns(problem: Problem, columns: Columns, matrix: Matrix, term: R
 
 
 def in_flight_columns(problem: Problem, columns: Columns, matrix: Matrix, term: InFlightTerm) -> RowTerm:
-    """(step): the columns that say how much is on its way at least, and the bytes of each step up."""
+    """(step): the columns for the least bytes in flight, and the bytes of each step up."""
     edge = problem.edges[term.edge]
     ends = [_picked(columns, edge, end) for end in range(PRODUCER, len(edge.consumers))]
     sizes = np.unique(np.concatenate([term.bytes[end.layouts] for end in ends]))
@@ -105,7 +105,7 @@ def _rerun(problem: Problem, columns: Columns, edge: Edge, end: int) -> LayoutCo
 
 
 def _recomputed(problem: Problem, columns: Columns, number: int) -> list[LayoutColumns]:
-    """What makes a layout of an edge available again: its producer rerun, a conversion recomputed, the host."""
+    """What restores a layout of an edge: its producer rerun, a conversion recomputed, the host."""
     edge = problem.edges[number]
     produced = _rerun(problem, columns, edge, PRODUCER)
     found = ([] if produced is None else [produced]) + _reconverted(problem, columns, number, edge.target)

@@ -1,11 +1,11 @@
 """Regions: parts of a step in which messages overlap with computing.
 
-A region keeps the device `busy` (what it computes, the messages that it waits for, and what computing loses beside the others)
-and puts seconds on each link. It lasts as long as the longest of these:
+A region keeps the device `busy` (computing, waiting for messages, and the slowdown by overlapping ones) and puts seconds on
+each link. It lasts as long as the longest of these:
 
     seconds of a region = max(busy, links[0], links[1], ...) = busy + excess,    excess = max(0, links[a] - busy for each a)
 
-What keeps the device busy is in the prices of candidates, arcs and charges already, so that a problem adds the excess only:
+Busy time is already in the prices of candidates, arcs and charges, so a problem adds only the excess:
 
     price = sum of prices + sum over regions of their excess
 
@@ -45,7 +45,7 @@ class Load:
     charges: dict[int, float] = field(default_factory=dict)
 
     def within(self, picks: Sequence[Ints], arcs: Sequence[Ints] | None = None) -> Load:
-        """The load in a problem that has these candidates and arcs left; all arcs by default."""
+        """The load restricted to these candidates and arcs; by default all arcs."""
         found = replace(
             self,
             choices={o: seconds[picks[o]] for o, seconds in self.choices.items()},
@@ -120,7 +120,7 @@ class OverlapRegion:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """What is busy, and what is on each link."""
+        """The loads of the device and of each link."""
         return self.busy, *self.links
 
     def mapped(self, change: Callable[[Load], Load]) -> OverlapRegion:
@@ -132,12 +132,12 @@ Own = list[tuple[float, list[float]]]  # by region: seconds that it is busy, and
 
 
 def own_seconds(regions: Sequence[OverlapRegion], activity: Activity) -> Own:
-    """What a solution keeps each region busy with and puts on its links, without its parts."""
+    """A solution's load on the device and the links in each region, without the region's parts."""
     return [(region.busy.seconds(activity), [link.seconds(activity) for link in region.links]) for region in regions]
 
 
 def excess(regions: Sequence[OverlapRegion], own: Own) -> float:
-    """Seconds by which regions last longer than they are busy, all together."""
+    """Total seconds by which regions last longer than they are busy."""
     return sum(outlasting(own, [(region.parts, region.share) for region in regions]))
 
 

@@ -66,7 +66,7 @@ def add_regions(problem: Problem, columns: Columns, matrix: Matrix, cost: float)
 
 
 def add_recomputed(problem: Problem, regions: Sequence[RegionColumns], columns: Columns, matrix: Matrix) -> None:
-    """(again) and (resent), once there are columns of what is recomputed; the rows `idle` must bind no more."""
+    """(again) and (resent), once there are columns for recomputation; the rows `idle` must be relaxed then."""
     for region, own in zip(problem.regions, regions, strict=True):
         _at_most(matrix, own.again, _recomputed(region.busy, problem, columns))
         for a, load in enumerate(region.links):
@@ -84,8 +84,9 @@ def _at_least(matrix: Matrix, column: int, terms: Iterable[RowTerm]) -> None:
 
 
 def _less(column: int, terms: Iterable[RowTerm]) -> tuple[Ints, Floats]:
-    """A column less the sum of terms, scaled to 1 at most: microseconds reach from a thousandth to a million, and the simplex
-    method loses its way in rows so long and uneven."""
+    """A column minus the sum of terms, scaled to at most 1: microseconds range from a thousandth to a million, and the simplex
+    method has numerical trouble with such long and uneven rows.
+    """
     parts = list(terms)
     columns = np.concatenate([np.array([column]), *(part.columns for part in parts)])
     values = np.concatenate([np.ones(1), *(-part.values for part in parts)])

@@ -4,8 +4,8 @@
     b = reshape(a)    pick[b, 6 ways]    ->
 
 It is exact if b, the follower, reads nothing else, is the only reader of a, its leader, and every conversion of a before b can
-be made after b instead at no higher price, nor load on any region: b's candidates must then cover every layout in which a is
-produced, one each.
+be made after b at no higher price or load on any region: b must have exactly one candidate for every layout in which a is
+produced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.solver.settings import DEFAULTS, SearchSettings
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Aggregated:
-    """A smaller problem and the way back.
+    """A smaller problem and the mapping back.
 
     Candidate c of merged choice `leader[o]` stands for candidate `pick[o][c]` of the original choice o; `choice` and `edge`
     give the new places of what is left.
@@ -85,7 +85,7 @@ class Aggregated:
 
 
 def merge_followers(problem: Problem, settings: SearchSettings = DEFAULTS) -> Aggregated:
-    """Merge every follower into its leader; without `settings.presolve` none."""
+    """Merge every follower into its leader, if `settings.presolve` is on."""
     leader = list(range(len(problem.choices)))
     pick: list[Ints] = [np.arange(len(c.seconds)) for c in problem.choices]
     outputs: dict[int, list[int]] = {}

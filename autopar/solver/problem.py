@@ -62,11 +62,11 @@ class ConditionalCost:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Edge:
-    """A value on its way from its producer to its consumers through its layout graph.
+    """A value from its producer to its consumers, through its layout graph.
 
     Candidate c of the producer leaves the value in layout `produced[c]`; arc a turns layout `source[a]` into `target[a]` for
-    `seconds[a]`, paid once however many consumers use it. What only some consumers cause is a conditional cost: the gradient's
-    conversion back from those that have one, the second gather of a weight for those that save it.
+    `seconds[a]`, paid once for any number of consumers. Costs caused by only some consumers are conditional costs: the
+    gradient's conversion back from those that have one, the second gather of a weight for those that save it.
     """
 
     name: str
@@ -86,8 +86,9 @@ class Edge:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class ChargeTrigger:
-    """These arcs of an edge, where they lead to any of these consumers (places in `Edge.consumers`); None: where their
-    conversion is recomputed."""
+    """These arcs of an edge, if they lead to any of these consumers (indices in `Edge.consumers`); None: if their conversion is
+    recomputed.
+    """
 
     edge: int
     consumers: frozenset[int] | None
@@ -98,7 +99,7 @@ class ChargeTrigger:
 class FixedCharge:
     """The latency of one message in which several values travel: seconds paid once if any trigger's arcs are used.
 
-    Of conversions that are recomputed, the largest share of members that any trigger has is paid.
+    For recomputed conversions, the largest share of members of any trigger is paid.
     """
 
     name: str
@@ -107,7 +108,7 @@ class FixedCharge:
 
     @property
     def recomputed(self) -> bool:
-        """Whether it is of conversions that are recomputed."""
+        """Whether it is for recomputed conversions."""
         return any(trigger.consumers is None for trigger in self.triggers)
 
 
@@ -118,8 +119,8 @@ class Row:
     constant + sum picks[choice][c] + sum uses[edge][a] + sum recompute[choice][c] (share of members that run again)
         + sum retained + sum in_flight <= limit
 
-    Of rows of one name the last counts; they differ in the constant only. The limit of a `fixed` row holds also where the most
-    bytes of the others are what is minimised: it is of another memory.
+    Of several rows with one name, which differ only in the constant, the last counts. The limit of a `fixed` row, which is for
+    another memory, holds even when the peak of the others is minimised.
     """
 
     name: str
@@ -166,7 +167,7 @@ class RetainedTerm:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class InFlightTerm:
-    """An edge on its way: the least `bytes[l]` of the layout that is produced and of all layouts that are wanted."""
+    """An edge in flight: the least `bytes[l]` over the produced layout and all wanted layouts."""
 
     edge: int
     bytes: Floats
@@ -177,8 +178,9 @@ PRODUCER = -1
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCounts:
-    """How many members of a choice run again, of an edge are converted again over an arc, and come back from the host in a
-    layout; 0 where there is no entry."""
+    """How many members of a choice are recomputed, of an edge converted again over an arc, and fetched from the host in a
+    layout; 0 if there is no entry.
+    """
 
     choices: Mapping[int, int] = field(default_factory=dict)
     arcs: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -224,8 +226,9 @@ class Solution:
 
 
 def price(problem: Problem, picks: Picks, arcs: Arcs, recompute: RecomputeCounts = NOTHING) -> float:
-    """Seconds of a solution: candidates, used arcs with conditional costs, recomputation, offload, fixed charges, and by how
-    much messages outlast the computing beside them."""
+    """Seconds of a solution: candidates, used arcs with conditional costs, recomputation, offload, fixed charges, and the
+    excess of messages over the computing that hides them.
+    """
     total = local_price(problem, picks, recompute)
     paid = [charge_share(problem, fixed_charge, picks, arcs, recompute) for fixed_charge in problem.fixed_charges]
     total += sum(fixed_charge.seconds * share for fixed_charge, share in zip(problem.fixed_charges, paid, strict=True))

@@ -1,13 +1,13 @@
 """A proposal by sums, for a judge that knows more of overlap than rows can say.
 
 The law of regions has computing lose beta seconds per second of a message that is sent ahead (`overlap_rows`,
-`formulation.overlap`), wherever it runs. Only a schedule says what runs beside what: a message beside another one that is
+`formulation.overlap`), wherever it runs. Only a schedule tells what overlaps with what: a message next to another one that is
 waited for slows nothing down. So a solution that the law prices higher may be faster, above all one that hides little. Such a
-one is cheapest where nothing is hidden:
+solution is the cheapest if nothing is hidden:
 
     minimise    prices + sum_p (1 - beta) ahead[p]        without regions: no long rows
 
-in the window of what the law's bound by messages leaves, and a relaxation with rows where there is one: both are there already.
+in the window left by the law's bound by messages, and by a relaxation with rows if there is one: both exist already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.solver.settings import SearchSettings
 def by_sums(
     problem: Problem, dual: DualBound, best: float, beta: float, memory: LazyRows, settings: SearchSettings
 ) -> Solution | None:
-    """The best solution at prices by which no message overlaps, whose `seconds` and `bound` are of these prices.
+    """The best solution at prices without overlap; its `seconds` and `bound` are in these prices.
 
     Args:
         problem: with regions.
@@ -39,7 +39,7 @@ def by_sums(
         memory: the rows that solutions must not break.
         settings: `proposal_window`, `proposal_columns`, `proposal_iterations`.
 
-    None if that is not found soon, or nearly everything may be as good as the best solution.
+    None if it is not found soon, or nearly everything may be as good as the best solution.
     """
     quick = replace(
         settings.near_relaxation(), branch_nodes=settings.rens_nodes, relaxation_iterations=settings.proposal_iterations
@@ -58,7 +58,7 @@ def by_sums(
 
 
 def summed(problem: Problem, beta: float) -> Problem:
-    """A problem whose messages all take all of their seconds: what `formulate` poses for a device with beta 1."""
+    """The problem with all messages at their full seconds, as `formulate` poses it for a device with beta 1."""
     prices = LoadedPrices(problem)
     for region in problem.regions:
         prices.add(region.ahead, 1 - beta)

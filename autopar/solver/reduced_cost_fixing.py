@@ -1,9 +1,9 @@
 """Reduced-cost fixing: the part of a problem in which every solution lies that costs little more than the relaxation.
 
 By the duals of a relaxation, a solution that uses a candidate or an arc costs at least the relaxation plus its reduced cost.
-Columns with a reduced cost above `width` are fixed to zero, which is to leave them out. So a solution of what is left that
-costs at most `width` more than the relaxation is as good as if nothing had been left out; rows only make solutions more
-expensive, so that this holds whatever rows are added later.
+Columns with a reduced cost above `width` are fixed to zero, that is, left out. So if the rest has a solution that costs at most
+`width` more than the relaxation, nothing better was left out; rows only make solutions more expensive, so this holds whatever
+rows are added later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.solver.problem import Bools, Edge, Floats, Ints, Problem, Recompute
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Window:
-    """A smaller problem and the way back: the candidates left of each choice, the arcs and layouts left of each edge."""
+    """A smaller problem and the mapping back: the remaining candidates of each choice, arcs and layouts of each edge."""
 
     problem: Problem
     picks: Sequence[Ints]
@@ -63,7 +63,7 @@ def only(problem: Problem, solution: Solution) -> Window:
 
 
 def whole_problem(problem: Problem) -> Window:
-    """The window that leaves nothing out."""
+    """The window with the whole problem."""
     return Window(
         problem=problem,
         picks=[np.arange(len(choice.seconds)) for choice in problem.choices],
@@ -114,7 +114,7 @@ def selected(problem: Problem, picks: Sequence[Ints], used: Sequence[Bools]) -> 
 
 
 def _part(edge: Edge, picks: Sequence[Ints], used: Bools) -> tuple[Edge, Ints, Ints]:
-    """What is left of an edge, with the arcs and layouts that are left: aliases of a layout that is left are left, too."""
+    """The remaining part of an edge, with its arcs and layouts: aliases of a remaining layout remain too."""
     present = np.zeros(edge.nodes, dtype=bool)
     present[edge.produced[picks[edge.producer]]] = True
     for consumer in edge.consumers:

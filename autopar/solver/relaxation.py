@@ -19,19 +19,19 @@ from autopar.solver.settings import SearchSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxed:
-    """A relaxation that was solved below a cutoff, or why there is no `result`; every solution costs at least `bound`."""
+    """The outcome of solving a relaxation below a cutoff, perhaps without `result`; every solution costs at least `bound`."""
 
     result: SolverResult | None
     bound: float
 
 
 class Relaxation:
-    """The relaxation of one program: rows are added to it, and it is solved again.
+    """The relaxation of one program, to which rows are added between solves.
 
     Args:
         program: what is relaxed. Fixed charges and regions that it lacks can be added after a first solve.
         settings: limits and tolerances.
-        quick: the first look at rows, after which there are others: iterations are limited without regard to size.
+        quick: a first look at rows that others follow: iterations are limited regardless of size.
         presolve: whether HiGHS presolves it although it is large (`unpresolved_rows`).
     """
 
@@ -48,7 +48,7 @@ class Relaxation:
 
     @property
     def _highs(self) -> highspy.Highs:
-        """The program in HiGHS, where it is loaded when it is solved first; without rows (excess) that nothing has broken."""
+        """The program in HiGHS, loaded at the first solve, without rows (excess) that nothing has violated."""
         if self._loaded is None:
             rows, settings = self.program.matrix.rows, self.settings
             devex, presolve = rows > settings.devex_rows, self._presolve or rows <= settings.unpresolved_rows
@@ -61,7 +61,7 @@ class Relaxation:
             loaded.changeRowBounds(row, -highspy.kHighsInf, highspy.kHighsInf)
 
     def add_fixed_charges(self) -> None:
-        """Solve without fixed charges, then add them: the optimum with them is near that one, and far from nothing."""
+        """Solve without fixed charges, then add them: the optimum with them is near, and a cold start would be far."""
         settings = self.settings
         highs.run_cold(
             self._highs, settings.deadline, steepest=settings.steepest_edge_iterations, devex=settings.devex_iterations
@@ -89,9 +89,9 @@ class Relaxation:
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Add memory rows, and with the first of them the columns of what may be recomputed or offloaded.
 
-        A row of a name that is there already is tightened in place: the last basis is near. Otherwise so much may be new that
-        presolving beats the last basis: with the first rows it does, unless the program is large before there are any; of a
-        large one, some iterations from the last basis say so.
+        A row with an existing name is tightened in place: the last basis is near. Otherwise there may be so much new that
+        presolving beats the last basis: with the first rows it does, unless the program is large already; for a large one, some
+        iterations from the last basis tell.
         """
         matrix, first = self.program.matrix, not self.bounds_memory
         columns, first_row = matrix.columns, matrix.rows
@@ -119,8 +119,8 @@ class Relaxation:
         """Solve, below `cutoff` (in seconds, or in the program's unit when it minimises memory).
 
         With a finite cutoff, or `improving`, a solution is known already: then iterations are limited, and there may be no
-        result although there is a solution; so, more generously, where it is only for `proving`. Raises SolverError where HiGHS
-        fails, and at `relaxation_iterations`; TimeLimitError at the deadline.
+        result although a solution exists; with `proving` the limit is more generous. Raises SolverError where HiGHS fails, and
+        at `relaxation_iterations`; TimeLimitError at the deadline.
         """
         improving = improving or cutoff < math.inf
         limit = self.settings.proving_iterations if proving and not improving else self._iterations(improving)
@@ -150,8 +150,9 @@ class Relaxation:
         raise SolverError(f"the relaxation was not solved: {meaning}")
 
     def _started(self, cutoff: float, limit: int | None, *, improving: bool) -> Meaning:
-        """Solve from the last basis, or presolved where that is so far away that some iterations do not suffice; unless
-        presolving says that there is no solution, which from such a basis takes minutes."""
+        """Solve from the last basis, or with presolve if some iterations show that this basis is too far; unless presolve
+        proves that there is no solution, which would take minutes from such a basis.
+        """
         near, self._near = self._near, True
         if not near and highs.plainly_infeasible(self._highs):
             return Meaning.INFEASIBLE
@@ -171,7 +172,7 @@ class Relaxation:
         return self._interior_points() if meaning is Meaning.TROUBLE and not improving else meaning
 
     def _most_broken(self) -> int | None:
-        """The row (excess) that the solution breaks by most, if there is one: one by one each starts from a near basis."""
+        """The row (excess) that the solution violates most, if any: added one by one, each starts from a near basis."""
         if not (waiting := np.array(sorted(self._waiting), dtype=np.int64)).size:
             return None
         activity = np.array(self._highs.getSolution().row_value)[waiting]
@@ -201,8 +202,9 @@ class Relaxation:
         return sum(bool(fractional(picks, tolerance).any()) for _, picks in picks_of(self.program, result.values))
 
     def reduced_costs(self) -> tuple[list[Floats], list[Floats]]:
-        """By how many seconds, at least, a solution that uses it costs more than the relaxation: candidates by choice, arcs by
-        edge."""
+        """The least additional seconds of a solution that uses a candidate (by choice) or an arc (by edge), over the
+        relaxation.
+        """
         duals = np.maximum(np.array(self._highs.getSolution().col_dual), 0.0) / MICROSECONDS
         arcs, columns = [], self.program.columns
         for edge, use, flows in zip(self.program.problem.edges, columns.use, columns.flow, strict=True):
@@ -212,25 +214,25 @@ class Relaxation:
         return [picks for _, picks in picks_of(self.program, duals)], arcs
 
     def useless(self, seconds: float) -> Bools:
-        """By their reduced costs, the columns that no solution uses which costs less than so many seconds."""
+        """The columns that, by reduced cost, no solution below so many seconds uses."""
         duals, info = np.array(self._highs.getSolution().col_dual), self._highs.getInfo()
         width = seconds * MICROSECONDS * (1 + self.settings.equal_price) - info.objective_function_value
         return np.asarray(duals > width)
 
     def link_duals(self) -> list[Floats]:
-        """The duals of rows (excess): how much a second less on each link of each region would save, from 0 to 1."""
+        """The duals of rows (excess): the seconds saved per second less on each link of each region, from 0 to 1."""
         duals = np.clip(np.array(self._highs.getSolution().row_dual), 0.0, 1.0)
         return [duals[list(region.outlast)] for region in self.program.columns.regions]
 
     def row_prices(self) -> dict[str, float]:
-        """The duals of memory rows: how many seconds a byte more would save, by name."""
+        """The duals of memory rows: the seconds saved per additional byte, by name."""
         duals = np.maximum(-np.array(self._highs.getSolution().row_dual), 0.0) / MICROSECONDS
         rows = self.program.memory_rows.items()
         return {name: float(duals[self.program.matrix.first_row(block)]) / unit for name, (block, unit) in rows}
 
 
 def relaxation_of(problem: Problem, settings: SearchSettings) -> Relaxation:
-    """The relaxation of a problem with its fixed charges, which are added to the optimum without them, and without regions.
+    """The relaxation of a problem without regions; fixed charges are added after solving without them.
 
     T5 on (2, 4), H100: 1.7 CPU seconds, 15.7 with charges from the start.
     """

@@ -21,7 +21,7 @@ class NoRouteError(Exception):
 def rounded(program: IntegerProgram, result: SolverResult, settings: SearchSettings) -> Solution:
     """The largest pick of each choice, the cheapest trees of the arcs that are used, members rounded up.
 
-    Picks that no conversions join are made again, the surest first. Raises NoRouteError if that leaves nothing.
+    Picks that no conversions connect are made again, the surest first. Raises NoRouteError if nothing is left.
     """
     problem, columns, values, tolerance = program.problem, program.columns, result.values, settings.integrality
     shares = [values[first : first + len(choice.seconds)] for first, choice in zip(columns.pick, problem.choices, strict=True)]
@@ -66,7 +66,7 @@ def _trees(program: IntegerProgram, values: Floats, picks: Sequence[int], tolera
 def _offloaded(
     program: IntegerProgram, result: SolverResult, picks: Sequence[int], arcs: Sequence[tuple[int, ...]], tolerance: float
 ) -> dict[tuple[int, int], int]:
-    """How many members of each edge come back from the host, by layout, of the layouts that the value has."""
+    """How many members of each edge are fetched from the host, by layout, among the layouts that the value has."""
     found: dict[tuple[int, int], int] = {}
     for w, (first, layouts) in program.columns.offload.items():
         edge, storage = program.problem.edges[w], storages(program.problem.edges[w])

@@ -16,7 +16,7 @@ from autopar.solver.problem import Bools, Edge, Problem, Solution, charge_share,
 
 
 def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None = None) -> tuple[int, ...] | None:
-    """Arcs from the produced layout to every wanted one, each consumer joined to what is already reached at the least price.
+    """Arcs from the produced layout to every wanted one; each consumer is joined to the tree so far at least price.
 
     With `allowed`, only these arcs are used; None if they do not reach every consumer.
     """
@@ -24,11 +24,11 @@ def tree(edge: Edge, picks: Sequence[int], allowed: npt.NDArray[np.int64] | None
 
 
 def joined(problem: Problem, picks: Sequence[int], order: Iterable[int], pick: Callable[[int, Bools], int]) -> list[int] | None:
-    """The picks, made again where no conversions lead from what is produced to what is wanted; None if that leaves nothing.
+    """Repair picks without conversions from the produced to the wanted layout; None if nothing is left.
 
-    Layouts between which there are no conversions, as between rows in a rank's own order and any other, are in different parts
-    of a layout graph, of which the ends of a value must have one. In this `order` each choice keeps its pick if that is left,
-    or takes that of `pick(choice, left)`.
+    Layouts without conversions between them, such as rows in a rank's own order and all others, are in different components of
+    a layout graph; all ends of a value must be in one. In this `order` each choice keeps its pick if that remains, or takes
+    `pick(choice, left)`.
     """
     parts = {edge: _parts(edge) for edge in problem.edges}
     ends = {
@@ -123,10 +123,11 @@ def _shortest(graph: nx.DiGraph[int], sources: list[int], goal: int, seconds: li
 
 
 def reroute(problem: Problem, solution: Solution, equal: float) -> Solution:
-    """Lead every route with a fixed charge again, where charges that are paid already are free, from the start of least `tie`.
+    """Reroute every route with a fixed charge, treating charges already paid as free, from the start of least `tie`.
 
-    Among routes and layouts of equal price the solver takes any, so that weights which could share a message may go in
-    different orders. Prices count as equal up to the relative difference `equal`. The solution itself if that costs more.
+    The solver takes any of several routes and layouts of equal price, so weights that could share a message may be converted in
+    different orders. Prices are equal up to the relative difference `equal`. Returns the solution unchanged if rerouting costs
+    more.
     """
     picks, arcs, sent = list(solution.picks), list(solution.arcs), dict(solution.recompute.arcs)
     recompute = {w: members for (w, _), members in sent.items()}

@@ -21,7 +21,7 @@ from autopar.solver.settings import SearchSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The best solution that was found below a cutoff, if any, and a lower bound in seconds on every solution.
+    """The best solution found below a cutoff, if any, and a lower bound in seconds on every solution.
 
     `complete`: nothing better is worth looking for.
     """
@@ -47,12 +47,12 @@ class Search:
 
     @classmethod
     def of(cls, window: Window, settings: SearchSettings, *, quick: bool = False, presolve: bool = True) -> Search:
-        """The search of a window that is relaxed with rows only (`quick`, `presolve`: see `Relaxation`)."""
+        """The search of a window that is first relaxed with rows (`quick`, `presolve`: see `Relaxation`)."""
         return cls(window, settings, Relaxation(IntegerProgram(window.problem), settings, quick=quick, presolve=presolve))
 
     @property
     def tightened(self) -> bool:
-        """Whether a row asks for more than it sees: then a relaxation's optimum bounds nothing."""
+        """Whether a row has been tightened: then a relaxation's optimum is not a bound."""
         return any(row.constant for row in self.rows.values())
 
     def add(self, rows: list[Row]) -> None:
@@ -62,7 +62,7 @@ class Search:
             self.rows |= {row.name: row for row in rows}
 
     def keeps(self, solution: Solution) -> bool:
-        """Whether a rounded solution keeps to the rows: of a mixture of routes one is taken, which may need more."""
+        """Whether a rounded solution satisfies the rows: rounding picks one route of a mixture, which may need more."""
         problem, slack = self.window.problem, 1 + self.settings.equal_price
         return all(
             row_bytes(problem, row, solution.picks, solution.arcs, solution.recompute) <= row.limit * slack
@@ -110,13 +110,13 @@ def search_rows(search: Search, memory: LazyRows, cutoff: float) -> Outcome:
 
 
 def rerouted(search: Search, memory: LazyRows, best: Solution) -> Solution:
-    """A solution with its layouts and no more expensive routes in fewer messages, where that breaks no row."""
+    """The solution with the same layouts, no more expensive routes and fewer messages, if that violates no row."""
     other = _in_fewer_messages(search, best)
     return best if other is None or memory.excess(search.window, other) else other
 
 
 def _in_fewer_messages(search: Search, best: Solution) -> Solution | None:
-    """What `rerouted` judges; None if there is nothing else than the solution."""
+    """The candidate that `rerouted` judges; None if it equals the solution."""
     other, equal = reroute(search.window.problem, best, search.settings.equal_price), 1 + search.settings.equal_price
     changed = (other.picks, other.arcs, other.recompute) != (best.picks, best.arcs, best.recompute)
     return other if changed and other.seconds <= best.seconds * equal and search.keeps(other) else None
@@ -156,8 +156,9 @@ def _judged(search: Search, memory: LazyRows, solution: Solution) -> tuple[Solut
 
 
 def round_and_judge(search: Search, memory: LazyRows, relaxed: SolverResult) -> tuple[Solution | None, list[Row]]:
-    """A rounded relaxation, rerouted, None where no routes join what it takes most of or it holds too much; and the rows it
-    breaks."""
+    """The rounded and rerouted relaxation, None if no routes connect its picks or it holds too much; and the rows that it
+    violates.
+    """
     try:
         solution = rounded(search.relaxation.program, relaxed, search.settings)
     except NoRouteError:
@@ -181,7 +182,7 @@ def relax_with_rows(search: Search, memory: LazyRows, rows: list[Row], cutoff: f
 
 
 def _integral(search: Search, relaxed: SolverResult) -> Solution | None:
-    """A solution with whole picks near the relaxation, with as little branching as that takes."""
+    """An integral solution near the relaxation, with as little branching as possible."""
     program, settings = search.relaxation.program, search.settings
     if not search.relaxation.open_choices(relaxed):
         solution = rounded(program, relaxed, settings)

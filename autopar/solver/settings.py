@@ -1,9 +1,9 @@
 """Every number that steers the search for a plan: its unit, what it means, why this value, and the benchmark that decides it.
 
-No setting but the user's own deadline is a number of seconds: limits count simplex iterations and branch-and-bound nodes, so
-that a plan does not depend on how fast the machine is. `planning` and `budgets` are benchmarks/planning.py (CPU seconds of a
-plan) and benchmarks/budgets.py (plans under memory budgets that bind), `overlap` benchmarks/overlap.py; "relative" is a share
-of the value that a number is compared with.
+No setting except the user's deadline is in seconds: limits count simplex iterations and branch-and-bound nodes, so that a plan
+does not depend on the speed of the machine. `planning` and `budgets` are benchmarks/planning.py (CPU seconds of a plan) and
+benchmarks/budgets.py (plans under memory budgets that bind), `overlap` benchmarks/overlap.py; "relative" is a share of the
+value that a number is compared with.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class SearchSettings:
     small part of the candidates, and is solved in a small part of the time."""
 
     def near_relaxation(self) -> SearchSettings:
-        """These settings for a search that counts only solutions near a relaxation: found soon, or not at all."""
+        """The settings for a search limited to solutions near a relaxation: found soon, or not at all."""
         return replace(self, branch_whole=False, exact=False)
 
 

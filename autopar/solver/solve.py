@@ -58,7 +58,7 @@ def solve(
     cutoff: float = math.inf,
     settings: SearchSettings = DEFAULTS,
 ) -> Outcome:
-    """The cheapest solution of a problem that every row allows: see `Solver.solve`."""
+    """The cheapest solution of a problem within all rows: see `Solver.solve`."""
     return Solver(problem, settings).solve(judge, rows, cutoff=cutoff)
 
 
@@ -80,14 +80,14 @@ class Solver:
         self._series = False  # whether a limit was searched before
 
     def solve(self, judge: Judge = lambda solution: (), rows: Iterable[Row] = (), *, cutoff: float = math.inf) -> Outcome:
-        """The cheapest solution that every row allows.
+        """The cheapest solution within all rows.
 
         Args:
             judge: says at which moments a solution holds more than its limit, and by how much. Their rows join the program,
                 which is solved again, and are tightened, until a solution holds too much at no moment.
-            rows: rows that are known from the start. Those of the last call are to be among them, with limits that are no
-                higher: a series of limits falls.
-            cutoff: only solutions below so many seconds count, and only those that are found soon.
+            rows: initial rows. They must include those of the last call, with limits that are no higher: a series of limits
+                falls.
+            cutoff: only solutions below so many seconds count, and only ones found soon.
 
         Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
         leaves none.
@@ -102,8 +102,8 @@ class Solver:
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
 
     def by_sums(self, best: Solution, beta: float, judge: Judge, rows: Iterable[Row] = ()) -> Solution | None:
-        """The best solution at prices by which no message overlaps, near the best one: see `proposal.by_sums`. It is priced as
-        all are, and keeps the bound of the best.
+        """The best solution at prices without overlap, near the best one: see `proposal.by_sums`. It is returned at normal
+        prices, with the bound of the best.
 
         Args:
             best: the best solution, by `solve`.
@@ -185,8 +185,7 @@ class Solver:
         return Outcome(solution=best if best is not None and best.seconds < cutoff else None, bound=bound)
 
     def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
-        """The cheapest solution where rows bind: what is known of the first core says nothing of solutions that are more
-        expensive."""
+        """The cheapest solution if rows bind: the first core tells nothing about more expensive solutions."""
         at_once = self._at_once(memory, cutoff) if self._base is None else None
         if at_once is not None:
             return at_once
@@ -275,7 +274,7 @@ class Solver:
 
     @property
     def _large(self) -> bool:
-        """Whether the whole is too large to be relaxed with all that it has."""
+        """Whether the whole problem is too large to relax with everything in it."""
         return self._columns >= self.settings.weighed_columns
 
     @property

@@ -1,4 +1,4 @@
-"""Running a program for a comparison: sequentially on one device, or a rank's part of it, with its gradients."""
+"""Runs a program for a comparison, with gradients: sequentially on one device, or a rank's part of it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from autopar.verify.reference import Loss, differentiated_sum
 def results(
     module: ParallelModule, program: Program, inputs: Sequence[torch.Tensor], loss: Loss = differentiated_sum
 ) -> dict[tuple[str, str], torch.Tensor]:
-    """Outputs, gradients and written buffers of one forward and backward, by kind and name: those that this rank has.
+    """Outputs, gradients and written buffers of one forward and backward on this rank, by kind and name.
 
-    `loss` says what of the outputs is differentiated.
+    `loss` selects what is differentiated from the outputs.
     """
     given = [one.clone().requires_grad_(value.requires_grad) for one, value in zip(inputs, program.inputs, strict=True)]
     outputs = _forward_backward(module, given, loss)
@@ -48,7 +48,7 @@ def results(
 
 
 def _forward_backward(module: ParallelModule, inputs: Sequence[torch.Tensor], loss: Loss) -> Sequence[torch.Tensor | None]:
-    """The outputs of a step, with gradients in `.grad`; joined over micro-batches. None are those of another rank."""
+    """The outputs of a step, joined over micro-batches, with gradients in `.grad`; None for an output of another rank."""
     if module.autopar.steps is None and not isinstance(module, PipelineModule):
         outputs = module.run(inputs)
         total = loss(outputs)
@@ -101,7 +101,7 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """max |found - expected| / (1 + max |expected|), but for equal infinities; infinite for tensors of different shapes."""
+    """max |found - expected| / (1 + max |expected|), ignoring equal infinities; infinite for tensors of different shapes."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.numel():

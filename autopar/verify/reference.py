@@ -1,4 +1,4 @@
-"""The user's module, run as the user calls it: what verification compares the captured program with."""
+"""Runs the user's module as the user calls it, as the reference for the captured program."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def module_results(
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Outputs, gradients and written buffers of the user's module, whose buffers are restored afterwards.
 
-    There are no gradients under `torch.no_grad()`. What is compiled inside of it runs eagerly: compiled random numbers are not
-    seen by `_NoDropout`. `loss` says what is differentiated, by default `differentiated_sum`.
+    There are no gradients under `torch.no_grad()`. Compiled parts run eagerly, because `_NoDropout` does not see compiled
+    random numbers. `loss` says what is differentiated, by default `differentiated_sum`.
     """
     program, (args, kwargs) = captured.program, arguments(sample)
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(dense_buffers(model))
@@ -63,10 +63,10 @@ def module_results(
 def _gradients(
     loss: torch.Tensor | None, held: Mapping[str, torch.Tensor], leaves: Iterable[object]
 ) -> dict[str, torch.Tensor]:
-    """The gradients of a loss, zero where there is none; what the leaves have in `.grad` they have again afterwards.
+    """The gradients of a loss, zero where there is none; the `.grad` of the leaves is restored afterwards.
 
-    By a backward, which a reentrant checkpoint insists on. It asks no mode whether it may run, which would not be asked then
-    about what a checkpoint runs again.
+    Uses `backward`, which a reentrant checkpoint requires, without dispatching it to the active mode: within its own handler
+    that mode would not see what a checkpoint recomputes.
     """
     before = {leaf: leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
     for leaf in before:
@@ -81,14 +81,14 @@ def _gradients(
 
 
 def _outputs(result: object, captured: Captured) -> Sequence[torch.Tensor]:
-    """The captured outputs in what a module returned: a cache that it returns beside them was left out."""
+    """The captured outputs among a module's results, without a cache that it also returns."""
     tensors, returned, _ = read_result(result)
     paths, found = captured.signature.returned.paths, dict(zip(returned.paths, tensors, strict=True))
     return [found[path] for path in paths] if found.keys() >= set(paths) else tensors
 
 
 def arguments(sample: object) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The positional and keyword arguments that a sample stands for."""
+    """The positional and keyword arguments in a sample."""
     if isinstance(sample, Mapping):
         return (), {str(name): value for name, value in sample.items()}
     return (tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)), {}
@@ -111,7 +111,7 @@ def _weighed(output: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def loss_weights(shape: Sequence[int], factor: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the elements of an output count for in `differentiated_sum`: all of them differently."""
+    """The weights of an output's elements in `differentiated_sum`, all different."""
     count = torch.arange(factor, factor + math.prod(shape), dtype=torch.float64).reshape(tuple(shape))
     return torch.complex(count.cos(), count.sin()) if dtype.is_complex else count.cos()
 
@@ -144,7 +144,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random tensors in functions that are implemented in Python, of whose calls `_NoDropout` is not told."""
+    """Replaces random tensors in functions that are implemented in Python, whose calls `_NoDropout` does not see."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -154,7 +154,7 @@ class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _certain(name: str, args: Sequence[object], given: Mapping[str, object], found: object) -> object:
-    """What a function returned, or what `without_dropout` has in the place of what it drew."""
+    """The result of a function, or if it is random, the replacement that `without_dropout` uses."""
     kind = row_named(name.removesuffix("_")).kind
     if kind not in DRAWS or not isinstance(found, torch.Tensor):
         return found
@@ -166,7 +166,7 @@ def _certain(name: str, args: Sequence[object], given: Mapping[str, object], fou
 
 
 def _least(args: Sequence[object], given: Mapping[str, object]) -> int:
-    """The least of the whole numbers that a function draws from: `(high)` or `(low, high)`, beside tensors and sizes."""
+    """The smallest integer that a function draws: its arguments have `(high)` or `(low, high)`, among tensors and sizes."""
     ends = [one for one in args if isinstance(one, int)] + [given[name] for name in ("high", "to") if name in given]
     low = given.get("low", given.get("from", ends[0] if len(ends) > 1 else 0))
     return low if isinstance(low, int) else 0

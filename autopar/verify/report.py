@@ -1,4 +1,4 @@
-"""The report of a verification: one row per compared tensor, and collectives that differ from the plan's."""
+"""The report of a verification: one row per compared tensor, and the collectives that differ from the plan."""
 
 from __future__ import annotations
 

@@ -44,10 +44,10 @@ def peak(
     *,
     steps: int = 3,
 ) -> Peak:
-    """The measured peak memory of tensors on this rank in a step, after a first one, which creates the optimizer's state.
+    """Measure the peak memory of tensors on this rank in a step, after a first step has created the optimizer's state.
 
-    The least of several, each measured by itself: gloo's threads now and then keep the buffers of a collective for a moment
-    after it is done.
+    Returns the least of several measurements: gloo's threads sometimes keep the buffers of a collective for a moment after it
+    is done.
     """
     step()
     gc.collect()
@@ -67,7 +67,7 @@ def peak(
 
 
 def _elsewhere(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    """The parameters that the plan of a module stores on the host or the disk, and the optimizer's state of them."""
+    """The parameters that a module's plan stores on the host or the disk, and their optimizer state."""
     if not isinstance(module, ParallelModule):
         return
     for name, parameter in module.named_parameters():
@@ -87,10 +87,10 @@ def random_plan(
     microbatches: int = 1,
     dynamic: Mapping[str, DimSizes | Dynamic] | None = None,
 ) -> Plan:
-    """Any plan that can run, drawn at random: any candidate per op, any route per value, any recomputation.
+    """Draw a random plan that can run: any candidate per op, any route per value, any recomputation.
 
-    Good for tests of rules and conversions, for nothing else: memory and price are what they happen to be, on the mesh's own
-    device if it has one.
+    Only for tests of rules and conversions: memory and price are arbitrary, and are those of the mesh's own device if it has
+    one.
     """
     priced = isinstance(mesh, Mesh) and mesh.device is not None
     options = Options(
@@ -111,7 +111,7 @@ def _random(step: TrainingStep, mesh: Mesh, seed: int, options: Options) -> Reso
 
 
 class RandomPlans:
-    """Random plans for one step on a mesh with device and links: what they are drawn from is found once."""
+    """Random plans for one step on a mesh with device and links; the candidates are computed once."""
 
     def __init__(self, step: TrainingStep, mesh: Mesh, options: Options) -> None:
         self.options, self.host = options, bool(mesh.device and mesh.device.host)
@@ -121,7 +121,7 @@ class RandomPlans:
         self.formulated = formulate(self.analysis, mesh, self.optimizer, sharded_outputs=split)
 
     def draw(self, seed: int) -> ResolvedPlan:
-        """The plan of a seed."""
+        """Draw the plan of a seed."""
         draw = random.Random(seed)
         solution = random_solution(self.formulated.problem, draw)
         chosen = assignment(self.formulated, solution)
@@ -133,7 +133,7 @@ class RandomPlans:
 
 
 def random_again(analysis: Analysis, chosen: Assignment, draw: random.Random, *, host: bool = True) -> RecomputeChoice:
-    """Random recomputation and offloading: random subsets, of random size, of ops, conversions and values."""
+    """Draw recomputation and offloading: random subsets, of random size, of ops, conversions and values."""
     program = analysis.program
     allowed, ops, steps, offload = analysis.recomputable, draw.random(), draw.random(), host * draw.random()
     results = [(name, chosen.produced(name, program)) for name in program.producer if name not in analysis.weights]

@@ -103,7 +103,7 @@ def _at_sample(plan: Plan, model: nn.Module, sample_input: object, captured: Cap
 
 
 def _notes(program: Program) -> Iterator[str]:
-    """Notes for the report: which random ops were made deterministic, and which were not."""
+    """Notes for the report: which random ops were made deterministic and which were not."""
     certain = without_dropout(program)
     fixed = [before != after for before, after in zip(program.ops, certain.ops, strict=True) if not drawn(before)]
     if any(fixed):
@@ -128,7 +128,7 @@ def compare(
     """Run a program in float64, sequentially here and in parallel on workers.
 
     Returns a row per tensor, the collectives issued beyond the plan, and those of the plan that were not issued. `captured` is
-    the program of the global batch, which the sequential run does not cut into micro-batches.
+    the program of the global batch; the sequential run does not cut it into micro-batches.
 
     A plan in stages differentiates its loss alone, other plans all scalars; a tensor is compared on the ranks that have it.
     """
@@ -177,7 +177,7 @@ def _lines(place: str, collectives: Iterable[Issued | Collective]) -> Iterator[s
 
 
 def _logs(plan: Plan, ranks: Sequence[RankResult]) -> Iterator[tuple[str, Sequence[Issued]]]:
-    """What rank 0 issued; with stages the first rank at each place of the pipeline's axis, told by the place."""
+    """The collectives that rank 0 issued; with stages, by position, those of the first rank at each position of its axis."""
     if plan.pipeline is None:
         yield "", ranks[0][1]
         return
@@ -187,7 +187,7 @@ def _logs(plan: Plan, ranks: Sequence[RankResult]) -> Iterator[tuple[str, Sequen
 
 
 def _expected(read: ResolvedPlan | ResolvedPipeline, mesh: Mesh) -> Iterator[tuple[str, Iterable[Collective]]]:
-    """The collectives of a plan that was read for a float64 program, as `_logs` has those that were issued."""
+    """The collectives that a plan for a float64 program expects, in the form of `_logs`."""
     if isinstance(read, ResolvedPlan):
         yield "", _on_cpu(read, mesh)
         return
@@ -204,7 +204,7 @@ def _on_cpu(read: ResolvedPlan, mesh: Mesh) -> Iterable[Collective]:
 
 
 def _loss(plan: Plan, program: Program) -> Loss:
-    """What is differentiated of a program's outputs under a plan."""
+    """Select what is differentiated from a program's outputs under a plan."""
     if plan.pipeline is None:
         return differentiated_sum
     place = [output.value for output in program.outputs].index(loss_of(program))
@@ -231,7 +231,7 @@ def _on_workers(pool: WorkerPool, payload: _Payload, size: int) -> list[RankResu
 
 
 def check(payload: _Payload) -> RankResult:
-    """Run on one rank: the errors of outputs and gradients, and the collectives that it issued."""
+    """Run on one rank; returns the errors of outputs and gradients, and the collectives issued."""
     payload.operators.unpack()
     plan, program = payload.plan, payload.captured.program
     context = connect(plan.mesh, device="cpu")
@@ -257,7 +257,7 @@ def _against_module(
 ) -> list[ReportRow]:
     """Compare the captured program with the user's module in its own dtype: outputs, buffers, and the worst gradient.
 
-    `as_given` says that the plan leaves the module's precision alone, so that outputs have its dtypes, too.
+    `as_given` says that the plan keeps the module's precision, so that outputs must have its dtypes too.
     """
     program = without_dropout(captured.program)
     ours = results(sequential(replace(captured, program=program), tensors), program, [one.detach() for one in inputs])
@@ -280,6 +280,6 @@ def _against_module(
 
 
 def wide_signature(signature: Signature) -> Signature:
-    """The signature of a program in double precision, without the user's classes."""
+    """The signature of the program in double precision, without the user's classes."""
     planned = tuple(replace(p, dtype=wide(p.dtype)) for p in signature.tensors)
     return replace(signature, tensors=planned, returned=signature.returned.flat)  # workers cannot import the user's classes

@@ -141,7 +141,7 @@ def refused(_: None) -> None:
         parts.shard((sample[0][:7], sample[1]))
     with pytest.raises(InputError, match="the data set has 4 samples, fewer than the batch of 8"):
         parts.sampler(range(4))
-    with pytest.raises(InputError, match="ranks have weights of other shapes, which is no input of the plan"):
+    with pytest.raises(InputError, match="ranks have different shapes of weights, which is not an input of the plan"):
         parts.autopar.inputs.whole_samples("weights", ids[:, : 1 + rank])
     assert torch.isfinite(parts(ids, labels)), "and the module serves the next call"
 

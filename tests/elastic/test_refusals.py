@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[AutoparError], str]] = {
     "build": ({"build": lambda: Model()}, InputError, "build returned a Model, not a module and its sample"),
     "optimizer": ({"optimizer": lambda model: None}, InputError, "optimizer returned a NoneType"),
     "data": ({"data": 3}, InputError, "data is a int, which is neither a loader nor a function"),
-    "empty data": ({"data": []}, InputError, "data has no batch"),
+    "empty data": ({"data": []}, InputError, "data yields no batch"),
     "steps": ({"steps": 0}, InputError, "steps=0 is not a number of steps"),
     "every": ({"every": True}, InputError, "every=True is not a number of steps"),
     "mesh": ({"mesh": (8,)}, MeshError, "mesh=(8,) is of a fixed size, and the number of ranks is not"),

@@ -41,7 +41,7 @@ DIFF, CHECK, PAGE = "--diff a.json b.json", "--check baselines", "model.py:build
         (f"{PAGE} --why x --code --sensitivity", "--html writes a page: --why, --sensitivity, --code cannot be combined"),
         (f"{PAGE} --devices 8 --within 2s", "--html writes a page: --within cannot be combined"),
         (f"{PAGE} --price 3", "no numbers of devices: --price only with --devices"),
-        (f"{PAGE} --devices 8 --price -1", "is no price"),
+        (f"{PAGE} --devices 8 --price -1", "is not a price"),
         ("model.py:build --mesh 2 --trace model.py", "--trace model.py would write over what this command reads"),
         ("model.py:build --mesh 2 --save x.json --trace ./x.json", "--trace ./x.json would write over what this command"),
         ("plan.json --html plan.json", "--html plan.json would write over what this command reads or writes"),

@@ -86,11 +86,11 @@ def test_what_is_no_number_of_devices_is_refused(target: str, said: str, capsys:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--within", "2"], "'2' is no time"),
-        (["--within", "0s"], "'0s' is no time"),
-        (["--within", "nan s"], "is no time"),
-        (["--price", "-1"], "is no price"),
-        (["--price", "nan"], "is no price"),
+        (["--within", "2"], "'2' is not a time"),
+        (["--within", "0s"], "'0s' is not a time"),
+        (["--within", "nan s"], "is not a time"),
+        (["--price", "-1"], "is not a price"),
+        (["--price", "nan"], "is not a price"),
         (["--mesh", "2,4"], "--mesh"),
         (["--code"], "--code"),
         (["--why", "x"], "--why"),

@@ -197,8 +197,8 @@ def test_the_memory_of_a_token_is_what_the_plan_says() -> None:
 
 ASKED = [
     ((2, PROMPT), {"num_beams": 2}, "beam search is not supported"),
-    ((1, PROMPT), {"prompt_lookup_num_tokens": 2}, "assisted generation takes tokens back"),
-    ((1, PROMPT), {"assistant_model": whole_model("gpt2")}, "assisted generation takes tokens back"),
+    ((1, PROMPT), {"prompt_lookup_num_tokens": 2}, "assisted generation removes tokens"),
+    ((1, PROMPT), {"assistant_model": whole_model("gpt2")}, "assisted generation removes tokens"),
     ((1, PROMPT), {"penalty_alpha": 0.6, "top_k": 4}, "contrastive search is not supported"),
     ((5, PROMPT), {}, "5 sequences of 8 tokens, but 4 of 24 were planned"),
     ((1, PROMPT), {"max_new_tokens": 18}, "1 sequences of 25 tokens, but 4 of 24 were planned"),
@@ -249,7 +249,7 @@ def test_a_cache_that_others_would_shorten_or_move_is_refused() -> None:
 
 
 def test_a_call_without_generate_is_refused(generator: CachedGenerator) -> None:
-    with pytest.raises(InputError, match="a planned cache is that of one generate"):
+    with pytest.raises(InputError, match="a planned cache serves one generate"):
         generator(prompts(1, 2))
 
 
@@ -267,7 +267,7 @@ REFUSED = [
     ({"length": 8}, InputError, "with a cache of length=8 positions"),
     ({"dynamic": {"batch": 0}}, ConstraintError, "dynamic= names inputs of a call"),
     ({"mode": "training"}, ConstraintError, "mode='training' does not generate"),
-    ({"optimizer": "sgd"}, ConstraintError, "optimizer='sgd' is of training"),
+    ({"optimizer": "sgd"}, ConstraintError, "optimizer='sgd' is for training"),
     ({"budget": 1000}, BudgetError, "no plan fits"),
 ]
 
@@ -299,10 +299,10 @@ def test_lengths_that_change_the_positions_of_all_are_refused() -> None:
     }  # fmt: skip
     config = transformers.Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=16)
     model = transformers.Phi3ForCausalLM(config).eval()
-    with pytest.raises(InputError, match=r"others in sequences of more than 16 tokens\n.*up to 24 tokens"):
+    with pytest.raises(InputError, match=r"computes other positions in sequences of more than 16 tokens\n.*up to 24 tokens"):
         plan_generation(model, prompts(2, 4), (1,), length=24, device="h100")
     longer = autopar.parallelize(model, {"input_ids": prompts(2, 24)}, (1,), device="h100")
-    with pytest.raises(InputError, match="others in sequences of more than 16 tokens"):
+    with pytest.raises(InputError, match="computes other positions in sequences of more than 16 tokens"):
         Generator(longer, model)
     generator, words = parallel_generator(model, prompts(2, 4), (1,), length=16, device="h100"), prompts(2, 4)
     assert torch.equal(generator.generate(words, max_new_tokens=8), model.generate(words, max_new_tokens=8))
@@ -311,5 +311,5 @@ def test_lengths_that_change_the_positions_of_all_are_refused() -> None:
 def test_a_model_that_looks_at_numbers_where_it_fills_the_cache_is_refused() -> None:
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=2, experts_implementation="eager")
     model = transformers.MixtralForCausalLM(config).eval()
-    with pytest.raises(InputError, match=r'(?s)looks at numbers where it fills a cache.*experts_implementation="grouped_mm"'):
+    with pytest.raises(InputError, match=r'(?s)decides by values while it fills a cache.*experts_implementation="grouped_mm"'):
         plan_generation(model, prompts(2, 4), (1,), length=16, device="h100")

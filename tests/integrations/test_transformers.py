@@ -448,10 +448,10 @@ def test_another_batch_than_the_planned_one_is_refused(tmp_path: Path) -> None:
         trainer.evaluate(DATA)
     trainer = Trainer(parallel, source, args=args, train_dataset=DATA)
     args.per_device_eval_batch_size = 8
-    with pytest.raises(InputError, match="the data set has 12 samples, no multiple of the planned batch of 8"):
+    with pytest.raises(InputError, match="the data set has 12 samples, which is not a multiple of the planned batch of 8"):
         trainer.evaluate(DATA[:12])
     for evaluated in (DATA[:12], {"first": DATA, "second": DATA[:12]}):  # before training, where it would be evaluated
-        with pytest.raises(InputError, match="the data set has 12 samples, no multiple of the planned batch of 8"):
+        with pytest.raises(InputError, match="the data set has 12 samples, which is not a multiple of the planned batch of 8"):
             Trainer(parallel, source, args=arguments(tmp_path, 8), train_dataset=DATA, eval_dataset=evaluated)
 
 

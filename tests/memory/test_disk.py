@@ -223,7 +223,7 @@ def test_a_disk_that_fills_up_is_an_error_after_which_the_step_can_be_taken_agai
 def test_folders_that_cannot_hold_the_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="nowhere for weights on the disk does not exist"):
         small(disk=tmp_path / "nowhere")
-    with pytest.raises(DiskError, match="no file can be made in /proc"):
+    with pytest.raises(DiskError, match="no file can be created in /proc"):
         small(disk="/proc")
     model, batch, _ = small()
     plan = autopar.plan(model, batch, (1,), device=with_disk(), offload="disk", disk_memory="1GB", constraints=ALL)

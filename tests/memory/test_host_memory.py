@@ -278,7 +278,7 @@ def test_a_machine_with_less_memory_than_the_plan_needs_is_refused(monkeypatch: 
     model, batch = Products(), torch.randn(16, 32)
     plan = autopar.plan(model, batch, (1,), device=device(), offload="host", constraints={"*weight": "*, H"})
     monkeypatch.setattr("autopar.planning.memories.system_memory", lambda: 4096)
-    with pytest.raises(BudgetError, match=r"in this host.s memory, which has 4\.00 KiB"):
+    with pytest.raises(BudgetError, match=r"of this host.s memory, which has 4\.00 KiB"):
         autopar.parallelize(model, batch, plan=plan)
 
 

@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[], object], str, str]] = [
     (lambda: autopar.check_rule(torch.relu, (X,)), "<built-in method relu", "torch.ops.mylib.op"),
     (lambda: autopar.check_rule("aten::where", ("a", "b")), "no overload of aten::where takes these arguments", ""),
     (lambda: autopar.register_rule("aten::div", "a -> a"), "aten::div has several overloads", "aten::div.Tensor"),
-    (lambda: autopar.check_rule(own.filled, (X,)), "own::filled writes into an argument", "returns what it computes"),
+    (lambda: autopar.check_rule(own.filled, (X,)), "own::filled writes into an argument", "return their results"),
     (lambda: autopar.check_rule("aten::mm", (X, X)), "aten::mm does not run on these arguments", ""),
     (lambda: autopar.check_rule("aten::mm.default", {"self": X, "other": X}), "aten::mm has no argument 'other'", ""),
     (lambda: autopar.check_rule("aten::relu", (object(),)), "aten::relu is given <object", "tensors, numbers"),

@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], int, type[AutoparError], str, str]] = [
         "2, 8",
     ),
     ({"parallel": {"tensor": {"size": 8, "mode": "2.5d"}}}, 16, ConstraintError, "has no depth", '"depth": 2'),
-    ({"parallel": {"tensor": {"size": 4, "mode": "2d", "depth": 1}}}, 8, ConstraintError, "depth is of mode '2.5d'", "leave"),
+    ({"parallel": {"tensor": {"size": 4, "mode": "2d", "depth": 1}}}, 8, ConstraintError, "depth is only for mode", "leave"),
     ({"parallel": {"tensor": 3}}, 8, MeshError, "tensor of 3 does not divide 8 devices", "1, 2, 4, 8"),
     ({"parallel": {"pipeline": 3}}, 8, MeshError, "pipeline of 3 ranks does not divide 8", "1, 2, 4, 8"),
     ({"parallel": {"data": 3}}, 8, MeshError, "data of 3 does not divide 8", "1, 2, 4, 8"),

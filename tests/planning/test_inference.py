@@ -113,15 +113,15 @@ def test_verify_compares_outputs_alone() -> None:
 
 
 REFUSED = [
-    ({"optimizer": "adamw"}, "optimizer='adamw' is of training"),
-    ({"microbatches": 2}, "microbatches=2 is of training"),
-    ({"strategy": "zero1"}, "strategy='zero1' is of training"),
-    ({"strategy": "zero2+2d"}, "strategy='zero2.2d' is of training"),
-    ({"recompute": "blocks"}, "recompute='blocks' is of training"),
-    ({"pipeline": "auto"}, "pipeline='auto' is of training"),
-    ({"precision": "bf16-mixed", "reduce": "bf16"}, "reduce='bf16' is of training"),
+    ({"optimizer": "adamw"}, "optimizer='adamw' is for training"),
+    ({"microbatches": 2}, "microbatches=2 is for training"),
+    ({"strategy": "zero1"}, "strategy='zero1' is for training"),
+    ({"strategy": "zero2+2d"}, "strategy='zero2.2d' is for training"),
+    ({"recompute": "blocks"}, "recompute='blocks' is for training"),
+    ({"pipeline": "auto"}, "pipeline='auto' is for training"),
+    ({"precision": "bf16-mixed", "reduce": "bf16"}, "reduce='bf16' is for training"),
     ({"mode": "serving"}, "mode='serving' is not known"),
-    ({"config": {"zero": 1}}, "strategy='zero1' is of training"),
+    ({"config": {"zero": 1}}, "strategy='zero1' is for training"),
 ]
 
 
@@ -160,9 +160,9 @@ def test_a_plan_brings_its_mode_with_it() -> None:
     plan = autopar.plan(model, sample, (1,), device="h100", mode="inference")
     assert not autopar.parallelize(model, sample, plan=Plan.from_json(plan.to_json()))(sample).requires_grad
     training = autopar.plan(model, sample, (1,), device="h100")
-    with pytest.raises(PlanError, match="mode='inference' is asked for"):
+    with pytest.raises(PlanError, match="mode='inference' is given"):
         autopar.parallelize(model, sample, plan=training, mode="inference")
-    with pytest.raises(PlanError, match="mode='training' is asked for"):
+    with pytest.raises(PlanError, match="mode='training' is given"):
         autopar.parallelize(model, sample, plan=plan, mode="training")
 
 

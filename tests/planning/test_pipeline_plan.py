@@ -144,7 +144,7 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
     ({"stages": 2.0}, ConstraintError, "stages=2.0 is not a number of stages", "their number"),
     ({"stages": {"transformer.h.1"}}, ConstraintError, "stages={'transformer.h.1'} is not a number of stages", "a list"),
     ({"schedule": ["1f1b"]}, ConstraintError, "schedule=['1f1b'] is neither the name of a pipeline schedule", "'1f1b'"),
-    ({"schedule": "zb-h1", "microbatches": 1}, ConstraintError, "of one micro-batch", "two, or 1f1b"),
+    ({"schedule": "zb-h1", "microbatches": 1}, ConstraintError, "takes more than one micro-batch", "two, or 1f1b"),
     ({"schedule": "zb-v", "stages": 2}, ConstraintError, "no pipeline schedule zb-v of 2 ranks", "stages=4, or interleaved"),
     ({"schedule": "2f2b"}, ConstraintError, "'2f2b' is not a pipeline schedule", "interleaved"),
     ({"schedule": "interleaved", "stages": 2}, ConstraintError, "no pipeline schedule interleaved of 2 ranks", "stages=4"),
@@ -369,7 +369,7 @@ def test_a_plan_whose_stages_send_or_share_otherwise_than_it_says_is_refused(fie
 def test_what_knows_no_stages_says_so() -> None:
     model, sample = models.make("gpt2")
     plain = autopar.plan(model, sample, (1,), device="h100")
-    with pytest.raises(PlanError, match="pipeline='axis0' is asked for, and the plan was made with another"):
+    with pytest.raises(PlanError, match="pipeline='axis0' is given, but the plan was made with another"):
         autopar.parallelize(model, sample, (1,), plan=plain, pipeline="axis0")
 
 

@@ -294,7 +294,7 @@ def test_a_plan_brings_its_precision_with_it() -> None:
     model, sample = models.make("gpt2")
     plan = Plan.from_json(autopar.plan(model, sample, (1,), device="h100", precision=MIXED).to_json())
     autopar.parallelize(model, sample, (1,), plan=plan)(**sample)["loss"].backward()
-    with pytest.raises(PlanError, match="precision='bf16' is asked for, and the plan was made with another"):
+    with pytest.raises(PlanError, match="precision='bf16' is given, but the plan was made with another"):
         autopar.parallelize(model, sample, (1,), plan=plan, precision="bf16")
 
 

@@ -544,7 +544,7 @@ def test_an_option_beside_a_plan_that_was_made_with_another_is_refused(option: s
         lambda: single(plan=made, **{option: value}),
         lambda: autopar.verify(model(), X, (1,), plan=made, **{option: value}),
     ):
-        with pytest.raises(PlanError, match=f"^{option}=.* is asked for, and the plan was made with another") as refusal:
+        with pytest.raises(PlanError, match=f"^{option}=.* is given, but the plan was made with another") as refusal:
             call()
         assert refusal.value.details["plan"] == of_plan
 
@@ -583,7 +583,7 @@ def test_an_option_beside_a_plan_is_compared_by_what_it_means(option: str, made_
     made = plan((1,))
     made = replace(made, options={**made.options, **Options(**{option: made_with}).text()})
     Options(**{option: same}).check_plan(made, [option])
-    with pytest.raises(PlanError, match=f"^{option}=.* is asked for, and the plan was made with another"):
+    with pytest.raises(PlanError, match=f"^{option}=.* is given, but the plan was made with another"):
         Options(**{option: other}).check_plan(made, [option])
 
 

@@ -1,1 +1,1 @@
-"""The report as one HTML file that needs no network: what the text report says, with plots, and answers on click."""
+"""The report as one self-contained HTML file: the text report with plots, and answers on click."""

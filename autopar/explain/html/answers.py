@@ -1,4 +1,4 @@
-"""The first answers to what users ask of every plan, each in a sentence; a click leads to the whole of it."""
+"""One-sentence answers to the questions that users ask about every plan; a click leads to the details."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LITTLE = 0.01  # the share of a step from which a part of it is named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAnswers:
-    """Sentences about a plan, beside others that were made."""
+    """Sentences about a plan, compared with others."""
 
     plan: Plan
     compared: Sequence[Compared]
@@ -28,7 +28,7 @@ class PageAnswers:
 
     @property
     def questions(self) -> list[tuple[str, str, str]]:
-        """Pairs of a question and its answer, with the place on the page that says more."""
+        """Questions with their answers, and the place on the page with the details."""
         return [
             ("Why is it slow?", self.slow, "time"),
             ("What fills the memory?", self.memory, "memory"),
@@ -39,7 +39,7 @@ class PageAnswers:
 
     @property
     def figures(self) -> list[tuple[str, str]]:
-        """The figures that users compare: names and values, as `plan.tables` has them."""
+        """The figures that users compare: names and values, from `plan.tables`."""
         plan = self.plan
         found = [("step time", f"{milliseconds(plan.step_time)} ms")]
         found += [(unit, f"{rate:,.0f}") for unit, rate in reversed(throughput(plan).items())]
@@ -62,7 +62,7 @@ class PageAnswers:
 
     @property
     def memory(self) -> str:
-        """What takes most of the memory at the peak, of the stage that holds most if there are any."""
+        """What takes most of the memory at the peak; with stages, of the one that holds most."""
         fullest = max(self.plan.stages or (self.plan,), key=lambda part: part.peak_memory)
         peak, parts = fullest.peak_memory, fullest.breakdown.memory
         most = sorted(parts.items(), key=lambda pair: -pair[1])[:3]
@@ -93,7 +93,7 @@ class PageAnswers:
 
     @property
     def budget(self) -> str:
-        """The least memory among the plans that are known, and what it costs."""
+        """The least memory among the known plans, and what it costs."""
         known = [(step.peak_memory, step.step_time, "") for step in self.sweep]
         known += [
             (entry.plan.peak_memory, entry.plan.step_time, f" as {entry.strategy}") for entry in self.compared if entry.plan
@@ -125,7 +125,7 @@ class PageAnswers:
 
 
 def _rate(group: KernelGroup) -> str:
-    """The rate of the device that kernels come nearest to, and how near."""
+    """The rate of the device that kernels come closest to, and how close."""
     if group.at_peak >= group.at_bandwidth:
         return f"{group.at_peak / group.seconds:.0%} of the FLOPs' peak"
     return f"{group.at_bandwidth / group.seconds:.0%} of the memory bandwidth"

@@ -51,7 +51,7 @@ def strategy_plots(found: Sequence[Compared]) -> Iterator[PlotItem]:
 
 
 def _fastest(made: figure, times: Sequence[tuple[str, Seconds]]) -> str:
-    """Show `LONG` times the fastest step, and say which strategies go on beyond."""
+    """Limit the axis to `LONG` times the fastest step, and say which strategies exceed it."""
     name, least = min(times, key=lambda pair: pair[1])
     beyond = [other for other, seconds in times if seconds > LONG * least > 0]
     made.x_range.start, made.x_range.end = 0, 1.05e3 * min(LONG * least, max(seconds for _, seconds in times)) or 1.0
@@ -92,7 +92,7 @@ def tradeoff_plot(found: Sequence[Compared], sweep: Sequence[SweepStep]) -> Plot
 
 
 def _near(made: figure, known: Sequence[tuple[str, int, Seconds]]) -> None:
-    """Show the plans that take at most `FAR` times the least step; those beyond are there when the plot is zoomed out."""
+    """Show the plans that take at most `FAR` times the least step; zooming out shows the others."""
     fastest = min(seconds for _, _, seconds in known)
     near = [(size / GIB, seconds * 1e3) for _, size, seconds in known if seconds <= FAR * fastest]
     for data, among in zip((made.x_range, made.y_range), zip(*near, strict=True), strict=True):
@@ -117,7 +117,7 @@ def _points(found: Sequence[tuple[str, int, Seconds]]) -> ColumnDataSource:
 
 
 def scaling_plots(steps: Sequence[ScalingStep], price: float | None, watts: float | None) -> Iterator[PlotItem]:
-    """Step time, cost and energy against the number of devices, of the numbers that have a plan."""
+    """Step time, cost and energy against the number of devices, for the numbers that have a plan."""
     planned = [step for step in steps if not step.refusal]
     if not planned:
         return

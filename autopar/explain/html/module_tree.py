@@ -1,4 +1,4 @@
-"""The model as a tree of modules, coloured by what each mesh axis splits; repeated blocks that are split alike are one."""
+"""The model as a tree of modules, coloured by what each mesh axis splits; repeated blocks split alike are merged."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ModuleNode:
     inside: dict[str, ModuleNode] = field(default_factory=dict)
 
     def at(self, path: str) -> ModuleNode:
-        """The module at a path below this one, made if it is not there."""
+        """The module at a path below this one, created if needed."""
         node = self
         for part in filter(None, path.split(".")):
             node = node.inside.setdefault(part, ModuleNode())
         return node
 
     def joined(self) -> ModuleNode:
-        """The tree in which a module that has nothing but one other is written as one with it: "h.0-11"."""
+        """The tree with every module that only contains one other merged with it: "h.0-11"."""
         found = ModuleNode(items=self.items)
         for name, node in self.inside.items():
             node = node.joined()
@@ -92,7 +92,7 @@ def _parameters(plan: Plan, why: OperatorAnswer) -> Iterator[tuple[str, TreeItem
 
 
 def _splits(plan: Plan, words: Sequence[str], gathered: Collection[str] = ()) -> tuple[AxisSplit, ...]:
-    """What the axes split; over those by which it is `gathered` before use, a parameter lies in shards."""
+    """What the axes split; a parameter is sharded over those over which it is `gathered` before use."""
     schemes = [SHARDS if axis in gathered else scheme_of(word) for axis, word in zip(plan.axes, words, strict=True)]
     parts = zip(plan.axes, words, schemes, strict=True)
     return tuple(AxisSplit(axis=axis, word=word, scheme=scheme) for axis, word, scheme in parts)

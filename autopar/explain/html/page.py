@@ -1,4 +1,4 @@
-"""The page: what is known of a plan, put into the template. All text is escaped there; names may be anything."""
+"""Renders a plan's page from the template. All text is escaped there; names may be anything."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ ANSWERED = 500  # ops and parameters that have candidates: with more a page woul
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInput:
-    """What a page shows: a plan, with its model if that is known, and what was asked beside it.
+    """The input of a page: a plan, with its model if known, and the answers to additional questions.
 
-    `price` is that of a device for an hour.
+    `price` is per device and hour.
     """
 
     plan: Plan
@@ -64,7 +64,7 @@ class ReportInput:
 
 
 def html_page(given: ReportInput) -> str:
-    """The page as one text that refers to nothing outside of it."""
+    """The page as one self-contained text."""
     plots = {plot.id: plot for plot in _plots(given)}
     environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -150,7 +150,7 @@ def _trees(given: ReportInput) -> Iterator[tuple[str, ModuleNode]]:
 
 
 def _why(plan: Plan, solved: Optimized | None) -> Callable[[str], tuple[HtmlPart, ...]]:
-    """What answers why an op or a parameter is as it is: its cheapest candidates, alike for repeated blocks."""
+    """Answers why an op or a parameter is split as it is: its cheapest candidates, the same for repeated blocks."""
     if solved is None:
         return lambda name: ()
     of = solved.formulated.analysis.classes.of

@@ -1,4 +1,4 @@
-"""Colours that colour-blind readers tell apart, on a light and on a dark page; whatever has one has a label, too.
+"""Colours that colour-blind readers can tell apart, on light and dark pages; everything coloured has a label too.
 
 They are those of M. Okabe and K. Ito, "Color Universal Design", 2008, the yellow darker so that it is seen on white.
 """

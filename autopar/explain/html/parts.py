@@ -1,4 +1,4 @@
-"""Lines and tables of the text report as HTML has them."""
+"""Converts lines and tables of the text report to HTML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.plan.text import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HtmlTable:
-    """A printed table as HTML has it: its head, its rows, and the places of what is aligned right."""
+    """A printed table for HTML: its head, its rows, and the columns that are aligned right."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -23,7 +23,7 @@ HtmlPart = str | HtmlTable
 
 
 def converted(parts: Iterable[Part]) -> Iterator[HtmlPart]:
-    """Parts of the text report as HTML has them: lines as they are, neighbours of them together."""
+    """Convert parts of the text report to HTML: adjacent lines are joined, and kept as they are."""
     lines: list[str] = []
     for part in parts:
         if isinstance(part, Table):

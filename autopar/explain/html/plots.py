@@ -1,4 +1,4 @@
-"""What all plots have in common: no colours of their own but those of data, and a sentence that says what is seen."""
+"""Shared parts of all plots: colours only for data, and a sentence that describes what is shown."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PlotItem:
 
     @property
     def item(self) -> object:
-        """The plot as data that `Bokeh.embed.embed_item` draws."""
+        """The plot as data for `Bokeh.embed.embed_item`."""
         return renumbered(json_item(self.model, self.id))
 
 
 def renumbered(item: Mapping[str, object]) -> Mapping[str, object]:
-    """The data of a plot with ids that are counted in it: Bokeh's go on from those that the process made before."""
+    """A plot's data with ids numbered from its start: Bokeh's continue from those made earlier in the process."""
     ids: dict[str, str] = {}
 
     def named(held: dict[str, object]) -> dict[str, object]:
@@ -58,7 +58,7 @@ def blank(
         rows: names of the rows, if y has names, from the top.
         to: the end of x, which begins at 0.
         log: whether both axes are logarithmic.
-        tips: what is said of a glyph under the pointer: pairs of a name and a field.
+        tips: the tooltip of a glyph: pairs of a name and a field.
     """
     ranges = {"x_range": Range1d(0, to, bounds="auto")} if to is not None else {}
     scale = "log" if log else "linear"
@@ -76,7 +76,7 @@ def blank(
 
 
 def legend_below(made: figure) -> None:
-    """Put the legend under the plot, in as many columns as a phone has room for; a click on an entry hides what it names."""
+    """Put the legend under the plot, in as many columns as fit on a phone; a click on an entry hides what it names."""
     legend = made.legend[0]
     longest = max(len(str(item.label.value)) for item in legend.items)
     legend.ncols, legend.click_policy = 2 if longest > LONG else 3, "hide"

@@ -18,7 +18,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def timeline_plot(found: Sequence[StreamInterval]) -> PlotItem:
-    """A row per stream; what it does is coloured by its kind."""
+    """A row per stream, with intervals coloured by kind."""
     end = max((one.stop for one in found), default=0.0)
     streams = [*dict.fromkeys(one.stream for one in found)]
     kinds = [*dict.fromkeys(one.kind for one in found)]

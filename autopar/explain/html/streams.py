@@ -1,4 +1,4 @@
-"""The step as intervals of streams, few enough to draw: neighbours of one module are one where there are too many."""
+"""Reduces a step to few enough intervals per stream to draw: if there are too many, neighbours in one module are merged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT = "waiting"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamInterval:
-    """What a stream does for a while: `count` ops or messages of one kind, which are busy for so many `seconds` of it."""
+    """An interval of a stream: `count` ops or messages of one kind, which are busy for `seconds` of it."""
 
     stream: str
     kind: str
@@ -59,7 +59,7 @@ def _sent(timeline: Timeline) -> Iterator[StreamInterval]:
 
 
 def _joined(found: Iterable[StreamInterval], depth: int | None) -> Iterator[StreamInterval]:
-    """Neighbours that are in one module, by so many parts of its path, and of one kind, as one."""
+    """Merge neighbours of one kind in one module, by so many parts of its path."""
     for (_, _, module), group in itertools.groupby(found, key=lambda one: (one.stream, one.kind, _module(one.name, depth))):
         yield _one(module, [*group])
 
@@ -81,9 +81,9 @@ def _one(module: str, group: Sequence[StreamInterval]) -> StreamInterval:
 
 
 def rank_intervals(timeline: PipelineTimeline, once: Sequence[Seconds], axis: str, most: int = MOST) -> list[StreamInterval]:
-    """What the ranks of a pipeline do, by its clock; each ends with what it does `once` a step: the optimizer, sums.
+    """What the ranks of a pipeline do, by its clock; each ends with its work `once` per step: the optimizer, sums.
 
-    Of many ranks with many micro-batches it has the first, the last and some between, evenly.
+    With many ranks and micro-batches it has the first rank, the last, and evenly spaced ones between.
     """
     found = []
     for rank in _ranks(timeline, most):
@@ -103,7 +103,7 @@ def rank_intervals(timeline: PipelineTimeline, once: Sequence[Seconds], axis: st
 
 
 def _ranks(timeline: PipelineTimeline, most: int) -> list[int]:
-    """Ranks whose intervals are few enough to draw, two at least."""
+    """Ranks with few enough intervals to draw, at least two."""
     last, each = len(timeline.computed) - 1, max(map(len, timeline.computed))
     shown = max(2, min(last + 1, most // (each + 1)))
     return sorted({round(place * last / (shown - 1)) for place in range(shown)})

@@ -37,7 +37,7 @@ ELSEWHERE = ("Tensor", "ScalarType", "Layout", "Device", "MemoryFormat", "Genera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discovered:
-    """A rule that was found by execution; prints as the line that registers it."""
+    """A rule found by execution; prints as the line that registers it."""
 
     operator: str
     rule: str
@@ -70,11 +70,11 @@ def discover_rule(op: object, arguments: Arguments) -> Discovered:
     """Find an operator's sharding rule by running it on parts of small random operands.
 
     `op` is an overload, "mylib::op", or what `torch.library.custom_op` returned; `arguments` are those of one call, in order
-    or by name. The operator must refuse operands whose shapes do not belong together. What is found was checked for values
-    and, if it has a derivative, for gradients; `when` holds the static arguments of the call, for with others the rule may be
-    another. Nothing is registered: read the line, and paste it.
+    or by name. The operator must refuse operands whose shapes do not match. The rule is checked for values and, if there is a
+    derivative, for gradients; `when` holds the static arguments of the call, since with others the rule may differ. Nothing is
+    registered: read the line, and paste it.
 
-    Raises RuleError for an operator that does not run on the arguments, draws random numbers, or writes into an argument.
+    Raises RuleError if the operator does not run on the arguments, draws random numbers, or writes into an argument.
 
     >>> print(discover_rule("aten::mm", (torch.randn(8, 8), torch.randn(8, 8))))
     autopar.register_rule("aten::mm", "a b, b c -> a c", linear="self, mat2")
@@ -97,7 +97,7 @@ def discover_rule(op: object, arguments: Arguments) -> Discovered:
 
 
 def _fixed(call: Call) -> Iterator[str]:
-    """The arguments for whose values alone the rule is known to hold: those that are neither tensors nor amounts."""
+    """The arguments for whose given values only the rule is known to hold: those that are neither tensors nor amounts."""
     for formal in overload(call.op.target)._schema.arguments:
         kind = str(formal.real_type)
         if kind not in NUMBERS and not any(word in kind for word in ELSEWHERE):
@@ -161,7 +161,7 @@ def _adds(form: InferredRule, call: Call, group: tuple[str, ...], zeros: tuple[s
 
 
 def _reads_all(form: InferredRule, call: Call, zeros: tuple[str, ...]) -> bool:
-    """Whether the results depend on every floating operand when some numbers are 0: a factor that is 0 says nothing."""
+    """Whether the results depend on every floating operand when some numbers are 0: a zero factor would prove nothing."""
     arguments = call.change(dict.fromkeys(zeros, 0.0))
     before, after = (form.probe.run(arguments=arguments) for _ in range(2))
     if before is None or after is None:

@@ -1,4 +1,4 @@
-"""The law of rules, checked by execution: split the operands, run on every rank, join, and get the whole back.
+"""Checks the law of rules by execution: split the operands, run on every rank, join, and get the whole result.
 
     results    joined, partial ones added, equal the whole results
     gradients  of split operands joined, of replicated ones added, of partial ones the same on every rank, equal the whole's
@@ -33,7 +33,7 @@ class Ranks(Protocol):
     """Runs all ranks of a mesh axis at once."""
 
     def __call__(self, form: str, size: int, run: Callable[[int, Function], T]) -> list[T]:
-        """What `run(rank, function)` gives on each rank; the function is that of a distributed form, told its axis."""
+        """The result of `run(rank, function)` on each rank; the function is that of a distributed form, bound to its axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +86,10 @@ def check(
     rule: Rule | None = None,
     ranks: Ranks | None = None,
 ) -> int:
-    """Check an op's rule (or the one given) on these operands, and say how many trials it passed.
+    """Check an op's rule (or the one given) on these operands; returns how many trials it passed.
 
-    Values that require gradients are differentiated. Distributed forms are tried if `ranks` can run them. Raises
-    RuleError, naming the factor and the tensor, where a split op does not equal the whole.
+    Values that require gradients are differentiated. Distributed forms are tried if `ranks` can run them. Raises RuleError,
+    naming the factor and the tensor, if a split op does not equal the whole.
     """
     fitted = fit(op, values, rule=rule)
     if fitted is None:
@@ -208,7 +208,7 @@ class _Run:
         divisor: int,
         function: Function | None = None,
     ) -> _Run:
-        """Run the op, or what stands for it; `grads` says which operands need one; a cotangent that is not given is drawn."""
+        """Run the op, or its replacement; `grads` says which operands need a gradient; missing cotangents are drawn."""
         leaves = [t.detach().clone().requires_grad_(grad) for t, grad in zip(operands, grads, strict=True)]
         named = dict(zip(op.operands, leaves, strict=True))
         args, kwargs = filled(op.args, op.kwargs, lambda ref: named[ref.name])

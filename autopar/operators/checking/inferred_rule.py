@@ -1,4 +1,4 @@
-"""Which dims of an operator have which factors, as far as running it on other sizes tells: on the way to a rule.
+"""Infers which dims of an operator have which factors by running it on other sizes, as a step towards its rule.
 
 x (4, 6), w (10, 6) -> (4, 10)   ->   a b, c b -> a c
 """

@@ -1,4 +1,4 @@
-"""Trying an operator on operands of other sizes and other numbers.
+"""Runs an operator on operands of other sizes and other values.
 
 matmul (4, 4) x (4, 4)   ->   classes {x0.0}, {x0.1, x1.0}, {x1.1}; sizes 6, 10, 4
 """
@@ -49,13 +49,13 @@ class Probe:
         probe, found = next(((one, run) for one in kinds if (run := one.run()) and _finite(run)), (None, None))
         if probe is None or found is None:
             raise RuleError(
-                f"{qualified(example.op.target)} computes no finite numbers on what is drawn like its arguments",
+                f"{qualified(example.op.target)} returns no finite numbers for random arguments like these",
                 fix="arguments with random numbers of many values",
             )
         recompute = found.on(list(found.tensors.values()))
         if any(not torch.equal(one, two) for one, two in zip(found.results, recompute.results, strict=True)):
             raise RuleError(
-                f"{qualified(example.op.target)} gives other results each time: what draws cannot be tried",
+                f"{qualified(example.op.target)} returns other results each time: a random operator cannot be probed",
                 fix="write the rule by hand: autopar.register_rule",
             )
         return probe.small()

@@ -1,4 +1,4 @@
-"""A call of an operator with its tensors, outside of any model: what rules are checked and found on.
+"""A call of an operator with sample tensors, outside of any model, for checking and finding rules.
 
 Example.of("aten::linear", (x, weight))   ->   r0 = aten.linear.default(%x0, %x1)
 """
@@ -32,10 +32,12 @@ def target_of(op: object, arguments: Arguments = ()) -> str:
         op = getattr(op, _overload_of(op, arguments))
     if not isinstance(op, torch._ops.OpOverload):
         raise RuleError(
-            f"{op!r} is no operator", fix='give torch.ops.mylib.op, "mylib::op", or what torch.library.custom_op returned'
+            f"{op!r} is not an operator", fix='give torch.ops.mylib.op, "mylib::op", or what torch.library.custom_op returned'
         )
     if op._schema.is_mutable:
-        raise RuleError(f"{qualified(str(op))} writes into an argument", fix="a rule is for what returns what it computes")
+        raise RuleError(
+            f"{qualified(str(op))} writes into an argument", fix="rules are for operators that return their results"
+        )
     return str(op)
 
 

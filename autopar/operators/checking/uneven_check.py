@@ -1,4 +1,4 @@
-"""A second law of rules, without equal parts: a third of a factor and the rest of it, joined, give the whole.
+"""Checks a second law of rules, with unequal parts: one third of a factor and the rest, joined, give the whole.
 
 What holds for halves by accident, a mean in place of a sum, say, does not hold for these.
 """

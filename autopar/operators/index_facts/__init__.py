@@ -1,4 +1,4 @@
-"""What operators make of facts about the values at each coordinate: the `index_fact` of a row.
+"""How operators propagate facts about the values at each coordinate: the `index_fact` of a row.
 
 affine       facts: integers that are affine in the coordinates, choices between two numbers, truth values
 call         an op with what is known of its operands
