@@ -37,7 +37,7 @@ def best_prices(problem: Problem, known: Weighed, memory: LazyRows, settings: Se
         problem: the whole.
         known: the best weights of its regions without rows.
         memory: the rows that are broken; those of moments that the small program breaks join them.
-        settings: `price_rounds`, `price_share`, `first_price`.
+        settings: `price_rounds`, `price_shares`, `first_price`.
     """
     weights, bound, last, steep = known.weights, known.bound, np.inf, settings.first_price
     picks, arcs = [one.copy() for one in known.picks], [one.copy() for one in known.arcs]
@@ -50,16 +50,17 @@ def best_prices(problem: Problem, known: Weighed, memory: LazyRows, settings: Se
         else:
             if relaxed.bound >= (1 - settings.weights_gap) * last:
                 break
-            last, weights = relaxed.bound, search.relaxation.link_duals()
-            prices = {name: settings.price_share * dual for name, dual in search.relaxation.row_prices().items()}
-        priced = charged(weighed(problem, weights), tuple(memory.rows.values()), prices)
-        found = core(priced.problem, settings)
-        if found is None or found.relaxed.result is None:
-            break
-        bound = max(bound, found.bound - priced.limits)
+            last, prices, weights = relaxed.bound, search.relaxation.row_prices(), search.relaxation.link_duals()
+        weighted = weighed(problem, weights)
+        for share in settings.price_shares:
+            priced = charged(weighted, tuple(memory.rows.values()), {name: share * price for name, price in prices.items()})
+            found = core(priced.problem, settings)
+            if found is None or found.relaxed.result is None:
+                return Priced(search=search, bound=bound)
+            bound = max(bound, found.bound - priced.limits)
+            note(found.search.window, found.search.relaxation, found.relaxed.result.values, settings.integrality, picks, arcs)
         if bound >= settings.unlikely_price * known.bound:
             break
-        note(found.search.window, found.search.relaxation, found.relaxed.result.values, settings.integrality, picks, arcs)
     return Priced(search=search, bound=bound)
 
 

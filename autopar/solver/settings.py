@@ -132,10 +132,10 @@ class SearchSettings:
     price_rounds: int = 12
     """Rounds of column generation at most, where rows of memory are prices: GPT-3 on (8, 16, 8) takes 1 (planning)."""
 
-    price_share: float = 0.8
-    """Of a row's dual, what its bytes cost in the next round: what is saved together is charged apart, so that the whole costs
-    less at a price than the small program, and its best bound lies below the duals. GPT-3 on (8, 16, 8) has 2.3912 s at 0.8 and
-    2.3812 at 1, and what it uses there holds a solution of 2.4247 s and of 2.4267 (planning)."""
+    price_shares: tuple[float, ...] = (0.8, 1.0)
+    """Of a row's dual, what its bytes cost in the next round, at one price after the other: bytes that are saved together are
+    charged apart, so that the whole costs less at a price than the small program, and its best bound may lie below the duals.
+    GPT-3 on (8, 16, 8) has a bound of 2.3912 s at 0.8 and of 2.3812 at 1, within 40 GiB the higher one at 1 (planning)."""
 
     first_price: float = 0.25
     """Of the bound: what all bytes of a limit cost at first where nothing that earlier prices used keeps to it, doubled until
