@@ -76,7 +76,7 @@ class CpuTensors:
         """Raise CaptureError if forward has written a constant, which the next call of a graph would not know."""
         if any(self._moved[id(one)][1]._version for one in self.constants):
             fix = "register it as a buffer: register_buffer(name, tensor, persistent=False)"
-            raise CaptureError("forward writes a tensor that it has from elsewhere than its modules", at=at, fix=fix)
+            raise CaptureError("forward writes a tensor that is not in a module", at=at, fix=fix)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._moved:
@@ -116,13 +116,13 @@ def asked_of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _unregistered(tensor: torch.Tensor, at: str) -> CaptureError:
-    """The error for a tensor that forward has from elsewhere than its arguments and modules."""
+    """The error for a tensor that is neither an argument of forward nor in a module."""
     said = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not tensor.requires_grad:
-        what = f"forward uses a tensor that it has from elsewhere than its arguments and modules: {said}"
+        what = f"forward uses a tensor that is neither an argument nor in a module: {said}"
         return CaptureError(what, at=at, fix="register it as a buffer: register_buffer(name, tensor, persistent=False)")
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "tensor with a gradient"
-    return CaptureError(f"forward uses a {kind} that it has from elsewhere than its modules: {said}", at=at, fix=_REGISTER)
+    return CaptureError(f"forward uses a {kind} that is not in a module: {said}", at=at, fix=_REGISTER)
 
 
 def not_contained(constant: object, trained: Sequence[torch.Tensor], at: str) -> CaptureError:
@@ -130,7 +130,7 @@ def not_contained(constant: object, trained: Sequence[torch.Tensor], at: str) ->
     for tensor in trained:
         if isinstance(constant, torch.Tensor) and (tensor.data_ptr(), tensor.shape) == (constant.data_ptr(), constant.shape):
             return _unregistered(tensor, at)
-    what = "forward uses a tensor that the graph cannot contain: one made of numbers there, or kept from elsewhere"
+    what = "forward uses a tensor that the graph cannot contain: one made of numbers there, or one that is not in a module"
     return CaptureError(what, at=at, fix="register it as a buffer, so that it can be placed on the devices")
 
 

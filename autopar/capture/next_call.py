@@ -65,7 +65,7 @@ def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bo
 
 def _changing(names: list[str], **then: str) -> CaptureError:
     """The error for what changes in places, if they are known."""
-    what = next(iter(names), "what it has from elsewhere")
+    what = next(iter(names), "state that is not in a module")
     return CaptureError(
         f"forward changes {what}, which the graph would have as it was in the first step",
         attributes=", ".join(names) or "unknown",

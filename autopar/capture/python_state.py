@@ -202,7 +202,7 @@ class Settings:
         self._check_modes(parallel)
         if any(one._version != version for one, version in self.constants):
             raise InputError(
-                "a tensor that forward has from elsewhere was written after the model was captured, which has no effect",
+                "a tensor that is not in a module was written after the model was captured, which has no effect",
                 fix="register it as a buffer, or make it an argument of forward",
             )
         whole = next((own() for own, path, _ in self.modules if not path), None)

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.operators import writes
 
 _Named = tuple[str, torch.Tensor]
-_ELSEWHERE = "a tensor that forward has from elsewhere"
+_ELSEWHERE = "a tensor that is not in a module"
 
 
 @dataclass(frozen=True, slots=True)

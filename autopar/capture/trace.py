@@ -48,11 +48,11 @@ _SIZE = (
 _NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
 _SAID = {  # what torch says: what it means, and the way out
     "fake tensor in the exported program constant's list": (
-        "forward uses a tensor that it neither is given nor makes, but has kept from elsewhere",
+        "forward uses a tensor that is neither an argument, nor in a module, nor made in forward",
         "register it as a buffer",
     ),
     "at least two devices, meta and cpu": (
-        "forward uses a tensor of the CPU that it makes there, or has from elsewhere than its arguments and modules",
+        "forward uses a CPU tensor that it makes there, or that is neither an argument nor in a module",
         _DEVICE,
     ),
     "Cannot cast tensor(": (

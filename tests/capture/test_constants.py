@@ -1,4 +1,4 @@
-"""Tensors that forward has from elsewhere, globals of a file or what a closure knows, are literals if nothing changes them."""
+"""Tensors that are not in a module, but in globals of a file or in closures, are literals if nothing changes them."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def moving() -> Body:
 @pytest.mark.parametrize(
     "body, what",
     [
-        (averaged, "forward writes a tensor that it has from elsewhere"),
-        (set_in_part, "forward writes a tensor that it has from elsewhere"),
+        (averaged, "forward writes a tensor that is not in a module"),
+        (set_in_part, "forward writes a tensor that is not in a module"),
         (rebound, r"forward reads tests\.capture\.test_constants\.STATE and sets it"),
         (moving(), r"forward reads moving\.<locals>\.moved\.mean and sets it"),
         (lambda self, x: x * MANY[:6], "a tensor that the graph cannot contain"),
@@ -120,7 +120,7 @@ def test_a_constant_in_the_memory_of_what_is_trained_is_refused() -> None:
     model = Does(lambda self, x: x)
     weight = model.lin.weight.detach()[0]
     model.body = lambda self, x: x * weight
-    with pytest.raises(CaptureError, match=r"from elsewhere lies in the memory of lin\.weight, which is trained"):
+    with pytest.raises(CaptureError, match=r"that is not in a module lies in the memory of lin\.weight, which is trained"):
         capture(model, X)
 
 

@@ -190,7 +190,7 @@ def resized(self: Does, x: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_from_nowhere_is_refused() -> None:
     OTHER.kept = []  # type: ignore[attr-defined]
     capture(Does(kept_elsewhere), X)
-    with pytest.raises(CaptureError, match="a tensor that it neither is given nor makes"):
+    with pytest.raises(CaptureError, match="a tensor that is neither an argument, nor in a module, nor made in forward"):
         capture(Does(kept_elsewhere), X)
 
 
@@ -214,7 +214,7 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (strided, "aten.zero_.default writes through a view by as_strided", "torch.where, cat or stack"),
         (through_data, "aten.clamp_.default writes through .data into a tensor with a gradient", "under no_grad"),
         (conditional, "cond contains a graph of its own", "without torch.cond"),
-        (elsewhere, r"a tensor that it has from elsewhere than its arguments and modules: float32\[\d+", "register_buffer"),
+        (elsewhere, r"a tensor that is neither an argument nor in a module: float32\[\d+", "register_buffer"),
         (seeded, "forward seeds Python's random numbers with a tensor", "torch.rand"),
         (array, "forward makes an array of numpy of a tensor", "torch.library.custom_op"),
         (read_number, "asks a tensor that it holds for its value", "number of Python"),
@@ -253,7 +253,7 @@ TRAINED: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], str]] = {
 def test_a_parameter_that_no_module_has_is_refused_as_what_it_is(case: str) -> None:
     """Before, as a tensor of the CPU, to be made on the device of an input, or as one that the graph cannot contain."""
     body, shape = TRAINED[case]
-    with pytest.raises(CaptureError, match=f"forward uses a parameter that it has from elsewhere than its modules: {shape}\n"):
+    with pytest.raises(CaptureError, match=f"forward uses a parameter that is not in a module: {shape}\n"):
         capture(Does(body), X)
     capture(Does(lambda self, x: self.lin(x) * LAYER.weight.shape[0] + len(LAYERS)), X)
 
