@@ -1,30 +1,30 @@
 """Capture: turns an ordinary module into a Program, and its call into a Signature.
 
 meta_copy    a copy without weights, on the meta device
-closures     functions in attributes of the model, copied with the modules that they know
+closures     functions in attributes of the model, copied with the modules that they refer to
 nested       the paths of leaves in what users pass and get
 signature    how the model is called
 returned     what it returns
 static_inputs inputs that are sizes, as literals
-assumptions  what the user says of values that a graph cannot know, and what was asked
-decided      buffers of integers, or one number, that a size or a branch depends on
-python_places where Python code keeps something between calls, in the model's modules and beside them
-python_state  what it keeps there, and a graph has once for ever
-next_call    whether a second call is the same program, where the first left something there
-empty_selections  questions whether a mask selects anything, which are answered as if it did
-implications whether what is selected below such a question is nothing where it says so
+assumptions  values that the user vouches for, and the places that asked for them
+decided      buffers of integers, or of one number, that decide a size or a branch
+python_places where Python code keeps state between calls, in the model's modules and elsewhere
+python_state  the state that it keeps there, which a graph would freeze
+next_call    whether a second call gives the same program, if the first left state behind
+empty_selections  tests whether a mask selects anything, answered as if it did
+implications whether a selection below such a test is empty whenever the test says so
 equal_programs  whether two programs compute the same
 trace        torch.export, guarded against what it would drop silently
-assigned_buffers  what forward puts into the places of buffers, as writes into them
-custom_functions  an autograd.Function as autograd's of its forward, or as an operator
-checkpoint_functions  one that runs a callable again in its backward, as a call of that
-registered_tensors  parameters and buffers that are reached otherwise than by the modules that hold them
+assigned_buffers  buffers that forward replaces, as writes into them
+custom_functions  an autograd.Function as its forward under autograd, or as an operator
+checkpoint_functions  one that runs a callable again in its backward, as a call of it
+registered_tensors  parameters and buffers reached by other paths than the modules that register them
 joined_selections  rows that a mask selects, joined with others and scattered
-cpu_tensors  tensors that forward makes on the CPU, by numbers or by operators
-repairs      what is assigned under a condition on values, as `where`
+cpu_tensors  tensors that forward makes on the CPU, from numbers or by operators
+repairs      assignments under a condition on values, as `where`
 lower        the exported graph as a Program
-emission     an operator of the graph, as the region has it in which it stands
-selection    what a mask selects: rows whose number is not known, and what operators do with them
+emission     an operator of the graph, in the context of its region
+selection    rows selected by a mask, whose number is unknown, and the operators that use them
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ __all__ = ["Assumptions", "Captured", "Signature", "capture"]
 class Captured:
     """A model as a program, and how the user calls it.
 
-    `training` is the mode in which it was captured, `kept` the attributes that forward sets once, `constants` tensors from
-    elsewhere whose numbers are in the program, `decided` the buffers of integers that a size or a branch depends on, with their
+    `training` is the mode in which it was captured, `kept` the attributes that forward sets once, `constants` the tensors from
+    outside the model whose numbers are in the program, `decided` the integer buffers that decide a size or a branch, with their
     values.
     """
 
@@ -76,14 +76,14 @@ def capture(
     places: Mapping[InputDim, int] | None = None,
     assumptions: Assumptions = NOTHING,
 ) -> Captured:
-    """Trace a model in its present mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
+    """Trace a model in its current mode on a sample of the global batch (a tensor, a tuple of arguments, or a mapping).
 
-    Neither model nor sample are changed, moved or computed with.
+    Neither the model nor the sample is changed, moved or computed with.
 
     Args:
         dtype: cast floating tensors of the program, as `model.to(dtype)` would; the signature keeps the sample's dtypes.
-        places: replace the sizes of these dims of the sample.
-        assumptions: what the user says of values.
+            places: new sizes for these dims of the sample.
+            assumptions: the user's assumptions on values.
 
     Raises:
         CaptureError: something cannot be captured; names the line of the model.
@@ -118,7 +118,7 @@ def capture(
 def _captured(
     copied: MetaCopy, call: ModelCall, assumptions: Assumptions, values: Mapping[str, torch.Tensor]
 ) -> tuple[Program, Traced, frozenset[str]]:
-    """The program of a call, its trace, and the attributes that it keeps."""
+    """The program of a call, its trace, and the attributes that forward sets once."""
     traced = trace(copied.module, call, assumptions, values)
     program = lower(traced, copied, call)
     copied.shared.refuse_changed(program, traced.left.constants)
@@ -140,9 +140,9 @@ def _captured(
 
 
 def _refuse_branches(model: str, answered: Answered, left_out: Callable[[Nothing], tuple[Program, Program]]) -> None:
-    """Raise CaptureError if forward does more where nothing is selected than to leave out what would be done with no rows.
+    """Raise CaptureError unless forward, where nothing is selected, only skips work on no rows.
 
-    `left_out` has the program without what is selected below some questions, and that of forward where these say so.
+    `left_out` returns the program without what is selected below some questions, and the one traced with these answered "none".
     """
     try:
         if all(answered.empty) and all(same(*left_out(nothing)) for nothing in (none, by_turns)[: len(answered.asked)]):
@@ -153,7 +153,7 @@ def _refuse_branches(model: str, answered: Answered, left_out: Callable[[Nothing
 
 
 def _refuse_training(model: nn.Module, call: ModelCall) -> None:
-    """Raise CaptureError for a model and a sample of training."""
+    """Raise CaptureError for a model or a sample that is set up for training."""
     if trained := [path or type(model).__name__ for path, module in model.named_modules() if module.training]:
         raise CaptureError(
             f"{trained[0]} is in training mode, which inference has not", fix="model.eval() before it is planned"

@@ -1,6 +1,6 @@
 """Captures conditions that only reject values: `assert (x >= 0).all()`, or `if (x < 0).any(): raise ...`.
 
-A graph has no branches, but nothing follows from these as long as what they ask holds, so tracing takes it for granted.
+A graph has no branches, but as long as the condition passes, such a check has no effect, so tracing assumes that it does.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Check = ast.Assert | ast.If
 
 
 def assumed(tensor: object, asker: FrameType) -> bool | None:
-    """What `bool(tensor)`, or `tensor.item()`, should say to a frame: what lets the check around it pass; None if it decides
-    anything else."""
+    """The answer to `bool(tensor)`, or `tensor.item()`, that lets the check around it pass; None if it is used for anything
+    else than a check."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
         return None
-    if asker.f_code is _detect_is_causal_mask.__code__:  # nn.Transformer looks at the mask: `passes.causal_masks` does
+    if asker.f_code is _detect_is_causal_mask.__code__:  # nn.Transformer inspects the mask: `passes.causal_masks` does
         return False
-    if asker.f_code.co_filename == constraints.__file__:  # on the way to an error of torch.distributions
+    if asker.f_code.co_filename == constraints.__file__:  # a check that raises an error of torch.distributions
         return True
     return _wanted(asker.f_code, asker.f_lasti)
 
 
 @functools.lru_cache(maxsize=4096)
 def _wanted(code: CodeType, instruction: int) -> bool | None:
-    """What a condition asked by this instruction must be so that nothing is raised; None if it decides anything else."""
+    """The answer to the condition at this instruction that makes its check pass; None if it is no part of a check."""
     at = asked(code, instruction)
     check = next((check for check in _checks(code.co_filename) if at and holds(check.test, at)), None)
     return outcome(check.test, isinstance(check, ast.Assert), at) if check and at else None
 
 
 def asked(code: CodeType, instruction: int) -> Span | None:
-    """Where the condition stands: bool(...) is a call of its own, else it was computed right before the jump."""
+    """The source span of a condition: bool(...) is a call of its own, else it was computed right before the jump."""
     place = instruction // 2
     if not dis.opname[code.co_code[instruction]].startswith("CALL"):
         place -= 1
@@ -53,7 +53,7 @@ def asked(code: CodeType, instruction: int) -> Span | None:
 
 @functools.lru_cache(maxsize=64)
 def parsed(file: str) -> ast.Module:
-    """The syntax tree of a file, empty where there is none."""
+    """The syntax tree of a file; an empty one if its source is not available."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # typed interactively, or not Python
@@ -62,7 +62,7 @@ def parsed(file: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _checks(file: str) -> tuple[Check, ...]:
-    """The checks in a file: what asserts, and what does nothing but raise."""
+    """The checks in a file: `assert` statements, and `if` statements that end by raising and have no `else`."""
     return tuple(
         node
         for node in ast.walk(parsed(file))
@@ -72,7 +72,7 @@ def _checks(file: str) -> tuple[Check, ...]:
 
 
 def asks_for_some(code: CodeType, instruction: int) -> bool:
-    """Whether the number that a call returns only decides, as positive or 0, a condition: `if not len(x)`, `if len(x) > 0`."""
+    """Whether the result of a call is only tested for being positive or 0: `if not len(x)`, `if len(x) > 0`."""
     at = next(itertools.islice(code.co_positions(), instruction // 2, None))
     place = next((call for call in _calls(code.co_filename) if span(call[0]) == (at[0], at[1], at[2], at[3])), None)
     match place:
@@ -92,13 +92,13 @@ def asks_for_some(code: CodeType, instruction: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _calls(file: str) -> tuple[tuple[ast.Call, ast.AST], ...]:
-    """The calls in a file, with what they are parts of."""
+    """The calls in a file, each with its parent node."""
     parts = ((part, whole) for whole in ast.walk(parsed(file)) for part in ast.iter_child_nodes(whole))
     return tuple((part, whole) for part, whole in parts if isinstance(part, ast.Call))
 
 
 def outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
-    """What the part of a condition at this place must be for the whole to be as wanted; None where that is not sure.
+    """The value that the part of a condition at `at` needs for the whole to be `wanted`; None where that is not certain.
 
     not x               the opposite of x
     x or y, x and y     every part as the whole
@@ -115,7 +115,7 @@ def outcome(test: ast.expr, wanted: bool, at: Span) -> bool | None:
 
 
 def evaluated(test: ast.expr, frame: FrameType) -> torch.Tensor | bool:
-    """The value of a condition: a tensor where tensors decide it, all of whose parts are asked."""
+    """The value of a condition, with all of its parts evaluated; a tensor if any tensor decides it."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             found = evaluated(inner, frame)
@@ -135,7 +135,7 @@ def evaluated(test: ast.expr, frame: FrameType) -> torch.Tensor | bool:
 
 
 def holds(node: ast.expr, at: Span) -> bool:
-    """Whether a place lies in a piece of source."""
+    """Whether the span `at` lies within a node's source."""
     first, last, left, right = span(node)
     return (first, left) <= (at[0], at[2]) and (at[1], at[3]) <= (last, right)
 

@@ -1,7 +1,7 @@
 """Turns buffers that forward replaces, `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`, into writes at its end.
 
-torch.export sees this of the outermost module alone, and only where an attribute is set. Up to the end whatever was read before
-is as it was, and whatever is read afterwards is the new tensor, as in eager mode.
+torch.export supports this for the outermost module only, and only when an attribute is set. Until the end of forward, aliases
+read earlier keep the old values, and later reads see the new tensor, as in eager mode.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.errors import CaptureError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slot:
-    """A buffer of a module as it is before forward."""
+    """A buffer of a module, as it was before forward."""
 
     module: nn.Module
     path: str
@@ -28,12 +28,12 @@ class _Slot:
 
     @property
     def now(self) -> object:
-        """What the module has there now."""
+        """The value that the module has there now."""
         return self.module._buffers.get(self.name)
 
 
 class AssignedBuffers:
-    """The buffers of a model before a call of it."""
+    """The buffers of a model before a call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [
@@ -44,9 +44,9 @@ class AssignedBuffers:
         ]
 
     def write(self) -> None:
-        """Write what modules have in the places of their buffers into these, after a call.
+        """After a call, write each value that replaced a buffer into the buffer itself.
 
-        Raises CaptureError for what is no such tensor, and for a buffer of which other modules keep what was there before.
+        Raises CaptureError if it is not a tensor of the same kind, or if another module still holds the old buffer.
         """
         assigned = [slot for slot in self._slots if slot.now is not slot.tensor]
         held, before = Counter(id(slot.tensor) for slot in self._slots), [slot.tensor for slot in assigned]
@@ -57,7 +57,7 @@ class AssignedBuffers:
 
 
 def _written(slot: _Slot, before: list[torch.Tensor], *, shared: bool) -> torch.Tensor:
-    """What is written into a buffer: a copy of what lies in the memory of one that is written `before` it, perhaps."""
+    """The value to write into a buffer; a copy if it shares memory with a buffer in `before`, which is written too."""
     now, said = slot.now, f"forward replaces the buffer {slot.path}"
     fix = "write into it: buffer.copy_(...), or keep what changes so outside of buffers"
     if not isinstance(now, torch.Tensor):

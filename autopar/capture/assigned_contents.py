@@ -1,6 +1,6 @@
 """Handles parameters and submodules that forward replaces: `self.net = self.nets[i]`, `self.weight = nn.Parameter(...)`.
 
-The graph would have those of the first step in every step, or begin with the old parameter again.
+A graph would use the replacements of the first step in every step, or start from the old parameter each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIX = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """The parameters, or the submodules, of one module as they are before forward."""
+    """The parameters, or the submodules, of one module before forward."""
 
     kind: str
     path: str
@@ -29,7 +29,7 @@ class _Table:
 
 
 class AssignedContents:
-    """What the modules of a model have before a call of it."""
+    """The parameters and submodules of a model before a call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
@@ -39,7 +39,7 @@ class AssignedContents:
         ]
 
     def refuse(self) -> None:
-        """Raise CaptureError for what is another one after a call, or is no more."""
+        """Raise CaptureError if a call replaced or removed one of them."""
         for table in self._tables:
             if name := next((name for name, one in table.before.items() if table.now.get(name) is not one), ""):
                 where = f"{table.path}.{name}".strip(".")

@@ -4,7 +4,7 @@
         x = x.clamp(-100, 100)
     return x                    ->     return x, x.abs().max() > 100         the latter is compared in every call
 
-What was asked becomes an output of the program that the user does not see.
+The value behind each answer becomes an output of the program, hidden from the user.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from autopar.capture.assertions import asked, evaluated, holds, outcome, parsed,
 from autopar.errors import CaptureError, ConstraintError, InputError
 
 Answer = bool | int
-ASSUMED = "assumed "  # before the place, in the path of an output that is compared
-MOST_ASKED = 1000  # times of one line while a step is traced
+ASSUMED = "assumed "  # prefix of the path of an output that is compared
+MOST_ASKED = 1000  # how often one line may ask while a step is traced
 _CONDITIONS = ast.If | ast.While | ast.IfExp | ast.Assert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What holds in every call: `static` are the names of integer inputs that have the sample's values, and `assume` says what
-    "file.py:12" asks: True or False for a condition, or an integer.
+    """Facts that hold in every call: `static` names integer inputs that always have the sample's values, and `assume` maps
+    "file.py:12" to the answer to what that line asks: True or False for a condition, or an integer.
 
-    `buffers` are values of buffers of a model that is on the meta device; with `inference` nothing has a gradient.
+    `buffers` has values of buffers of a model on the meta device; with `inference` nothing has a gradient.
     """
 
     static: Sequence[str] = ()
@@ -50,14 +50,14 @@ NOTHING = Assumptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """An answer that was taken for granted, the line that asked, and the path of the output with what it is in a call."""
+    """An assumed answer, the line that asked, and the path of the output with the actual value of each call."""
 
     path: str
     at: str
     answer: Answer
 
     def check(self, found: torch.Tensor) -> None:
-        """Raise InputError for a call in which it is another."""
+        """Raise InputError if the value in a call differs from the answer."""
         if (here := found.item()) != self.answer:
             line = self.path.removeprefix(ASSUMED).partition("#")[0]
             raise InputError(
@@ -68,7 +68,7 @@ class Assumed:
 
 
 class Answers:
-    """The answers for one tracing, and the tensors that were asked."""
+    """The answers given during one tracing, and the tensors that they were given for."""
 
     def __init__(self, lines: Mapping[str, Answer]) -> None:
         if not isinstance(lines, Mapping):
@@ -79,12 +79,12 @@ class Answers:
                 said = answer if not isinstance(answer, int) or abs(answer) < files.LARGEST else "too large"
                 raise ConstraintError(f"assume={{{line!r}: {said!r}}} is no line with True, False or an integer", fix=fix)
         self.lines = lines
-        self.places: dict[str, set[str]] = defaultdict(set)  # where each has been asked
+        self.places: dict[str, set[str]] = defaultdict(set)  # where each line has asked
         self.counts: Counter[str] = Counter()
         self.asked: list[tuple[str, Answer, torch.Tensor]] = []
 
     def answer(self, func: Callable[..., object], tensor: object, asker: FrameType) -> object:
-        """What a function that asks a tensor for a number should say; None where nothing is assumed."""
+        """The assumed answer to a function that reads a number from a tensor; None if nothing is assumed there."""
         if not self.lines or not isinstance(tensor, torch.Tensor):
             return None
         at = source_location.of_frame(asker)
@@ -107,7 +107,7 @@ class Answers:
         return float(said) if func is torch.Tensor.__float__ else said
 
     def _count(self, line: str, at: str) -> None:
-        """Raise CaptureError for a line that asks without end: a `while` whose condition is assumed to hold."""
+        """Raise CaptureError for a line that keeps asking: a `while` whose condition is assumed to hold."""
         self.counts[line] += 1
         if self.counts[line] > MOST_ASKED:
             what = f"{line} asks more than {MOST_ASKED} times, and is assumed to be {self.lines[line]} each time"
@@ -116,7 +116,7 @@ class Answers:
             )
 
     def taken(self) -> tuple[list[torch.Tensor], tuple[Assumed, ...]]:
-        """What was asked, with the answers that were given."""
+        """The tensors that were asked about, and the answers that were given."""
         found, counts = [], dict[str, int]()
         for at, answer, _ in self.asked:
             short = ASSUMED + at.rpartition(" in ")[0].rpartition("/")[2]
@@ -125,14 +125,15 @@ class Answers:
         return [tensor for *_, tensor in self.asked], tuple(found)
 
     def tell_unused(self) -> None:
-        """Warn of lines that asked for nothing."""
+        """Warn of assumed lines that asked for nothing."""
         if unused := [line for line in self.lines if line not in self.places]:
             what = "forward asks for no value there that a graph does not know"
             warnings.warn(f"assume names {', '.join(unused)}, but {what}", stacklevel=6)
 
 
 def _condition(tensor: torch.Tensor, answer: bool, asker: FrameType) -> tuple[torch.Tensor, bool]:
-    """The condition of which a frame asks a part, as a tensor, and what this part must be so that it is as assumed."""
+    """The whole condition that a frame evaluates a part of, as a tensor, and the answer for this part that makes the whole true
+    or false as assumed."""
     at = asked(asker.f_code, asker.f_lasti)
     test = next((one.test for one in _conditions(asker.f_code.co_filename) if at and holds(one.test, at)), None)
     if test is None or at is None or (said := outcome(test, answer, at)) is None:

@@ -1,7 +1,7 @@
 """Writes the casts of autocast into the program, by the `autocast` entry of an operator's row.
 
-Functions that forward calls have their operands cast while it is traced, as autocast does nothing on the meta device: what
-Python asks of the result (`y.dtype`, `x.to(y.dtype)`, `torch.finfo(y.dtype)`) is as it is for the user.
+While forward is traced, operands of the functions that it calls are cast as well, since autocast does nothing on the meta
+device: then dtypes that Python reads (`y.dtype`, `x.to(y.dtype)`, `torch.finfo(y.dtype)`) are those that the user sees.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.operators.facts import Autocast
 
 
 def dtype(statics: Sequence[object]) -> torch.dtype:
-    """The dtype of a region `wrap_with_autocast(device type, dtype, enabled, ...)`."""
+    """The autocast dtype of a region `wrap_with_autocast(device type, dtype, enabled, ...)`."""
     device, given = statics[0], statics[1]
     return given if isinstance(given, torch.dtype) else torch.get_autocast_dtype(str(device))
 
 
 def operand_dtype(target: str, operands: Sequence[torch.dtype], lower: torch.dtype) -> torch.dtype | None:
-    """The dtype to which an op's floating operands are cast; None if autocast leaves them."""
+    """The dtype to which an op's floating operands are cast; None if autocast does not cast them."""
     rule = rule_of(target)
     match rule.autocast if rule else None:
         case Autocast.LOWER:
@@ -36,14 +36,14 @@ def operand_dtype(target: str, operands: Sequence[torch.dtype], lower: torch.dty
 
 
 def castable(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether autocast touches a tensor of this dtype: floating, not double, and not what it should be."""
+    """Whether autocast casts a tensor of this dtype: floating, not double, and not of the wanted dtype already."""
     return given.is_floating_point and given not in (torch.float64, wanted)
 
 
 def cast(function: object, args: tuple[object, ...]) -> tuple[object, ...]:
-    """The arguments of a function of torch as autocast gives them to it, where forward has turned that on.
+    """The arguments of a torch function, cast as autocast would where forward has enabled it.
 
-    Those of functions that write into them, for which autocast casts nothing, stay as they are.
+    Arguments of functions that write in place are left alone, since autocast does not cast for them.
     """
     name = str(getattr(function, "__name__", ""))
     if name.endswith("_") and not name.endswith("__"):
@@ -66,7 +66,7 @@ def cast(function: object, args: tuple[object, ...]) -> tuple[object, ...]:
 
 @functools.lru_cache
 def _overload(name: str) -> str:
-    """The overload of an operator that autocast casts for; a name without a rule if there is none."""
+    """The overload of an operator that autocast casts for; the given name if it has no rule."""
     packet = getattr(torch.ops.aten, name, None)
     targets = [f"aten.{name}.{overload}" for overload in (packet.overloads() if packet is not None else ())]
     cast = (target for target in targets if (rule := rule_of(target)) is not None and rule.autocast is not None)

@@ -1,6 +1,6 @@
 """Buffers that forward writes: running means, queues, counts of calls.
 
-Inside of the program what they become are values; their memory is written once these are known.
+Inside the program, their new contents are ordinary values; each buffer is written in memory once its final value is known.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from autopar.capture.functionalize import Handle
 from autopar.ir.builder import Builder
 from autopar.ir.program import Ref, with_operands
 
-OWNER = "the buffer "  # of the storage of a buffer, before its name
+OWNER = "the buffer "  # prefix of the `owner` of a buffer's storage, before its name
 
 
 def keep(builder: Builder, given: Iterable[Handle]) -> None:
-    """Store what the buffers among these have become; what reads one, and the backward that needs it, has a copy from before.
+    """Store the final values of the buffers among `given`; earlier readers of a buffer, and their backward, get a copy of it.
 
     y = mul(x, kept)                c = clone(kept)
     k = add(kept, 1)         ->     y = mul(x, c)

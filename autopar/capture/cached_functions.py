@@ -1,7 +1,7 @@
 """Functions that cache the tensors they make by `functools.lru_cache`: tables of positions, windows, bases.
 
-What a trace has of a cache would be a constant from elsewhere, and what it leaves there a tensor without values. So caches that
-have tensors are cleared before and after; they fill again when the function is called.
+Tensors from a cache would appear as constants from outside the trace, and tensors that tracing caches have no values. So caches
+that hold tensors are cleared before and after tracing; they refill at the next call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autopar.capture.python_state import CarriedTensorError
 
 
 def clear_cached_tensors(model: nn.Module) -> None:
-    """Clear the caches with tensors of functions that a model's classes and files know."""
+    """Clear tensor-holding caches of the functions that a model's classes and files refer to."""
     for function, _ in _caching(model):
         function.cache_clear()
 
 
 def refuse_varying(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
-    """Raise CarriedTensorError if a cache has a tensor that is computed from some that are given, or drawn."""
+    """Raise CarriedTensorError if a cache holds a tensor that is computed from given ones, or from random numbers."""
     for function, tensors in _caching(model):
         if any(computed_from(one, given) for one in tensors):
             raise CarriedTensorError(
@@ -37,7 +37,7 @@ def refuse_varying(model: nn.Module, given: Iterable[torch.Tensor]) -> None:
 
 
 def _caching(model: nn.Module) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """The functions that keep tensors, and these."""
+    """The functions whose caches hold tensors, and these tensors."""
     for owner in owners(model):
         for function in [*vars(owner).values()]:
             if hasattr(type(function), "cache_clear"):

@@ -1,5 +1,5 @@
-"""Tensors that a forward has of the call before: in attributes of modules and other places of Python, and in the lists, dicts
-and objects there.
+"""Tensors that forward carries from one call to the next: in attributes of modules and elsewhere in Python, and in the lists,
+dicts and objects there.
 
     self.mean = 0.9 * self.mean + 0.1 * x.mean(0)       reads what it replaces: every call of a graph would have the first mean
     self.before = x                                     read by the next call, where it was None: seen in a second one
@@ -8,7 +8,7 @@ and objects there.
     self.scale = self.scale.to(x.device)                the same tensor
     self.aux_loss = loss                                only written
 
-Buffers are none of these: a graph writes them.
+Buffers do not count: a graph writes them.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _COPYING = frozenset({
 
 
 class CarriedTensors:
-    """What a forward reads of the tensors that modules hold, and puts in their places: what it has of the call before.
+    """Tracks which of the tensors held by modules forward reads, and which it replaces: those carried between calls.
 
-    A tensor that is moved, cast or copied is the same one.
+    A tensor that was moved, cast or copied counts as the same one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._before = model, held_tensors(model, outside=True)
-        self.read: set[str] = set()  # the names of those that forward computes with
+        self.read: set[str] = set()  # names of those that forward computes with
         self._names = {id(held.tensor): name for name, held in self._before.items()}
         self._copies: dict[int, torch.Tensor] = {}  # by id, kept alive
 
     def notice(self, function: object, args: tuple[object, ...], result: object) -> None:
-        """Take note of a function that is called; one that gives no tensor asks for sizes and the like."""
+        """Record a function call; one that returns no tensor only asks for sizes and the like."""
         if not self._names:
             return
         named = {self._names.get(id(leaf), "") for leaf in pytree.tree_leaves(args)} - {""}
         if _writes(function) and id(args[0]) in self._copies:
-            self._names.pop(id(args[0]), None)  # it is a copy no longer
+            self._names.pop(id(args[0]), None)  # no longer a copy
         if function in _COPYING and isinstance(result, torch.Tensor) and len(named) == 1:
             self._copies[id(result)] = result
             self._names.setdefault(id(result), *named)
@@ -57,9 +57,9 @@ class CarriedTensors:
             self.read |= named
 
     def made(self, given: Iterable[object]) -> Mapping[str, HeldTensor]:
-        """The tensors that forward has put into places, when it has ended; `given` are its arguments.
+        """The tensors that forward has stored, once it has ended; `given` are its arguments.
 
-        Raises CaptureError for a tensor that it has read, and replaced by what the next call is to read.
+        Raises CaptureError for a tensor that forward read and then replaced by one that the next call would read.
         """
         now = held_tensors(self.model, outside=True)
         replaced = (name for name in sorted(self.read) if name in now and self._names.get(id(now[name].tensor)) != name)

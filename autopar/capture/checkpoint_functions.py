@@ -1,14 +1,14 @@
 """Inlines checkpoint functions: an `autograd.Function` that runs a callable without a graph, and again in its backward.
 
-Many repositories have their own, from before torch had one (`CheckpointFunction` of guided-diffusion, and what grew from it):
+Many repositories have their own from before torch had one (`CheckpointFunction` of guided-diffusion, and its descendants):
 
     forward     with torch.no_grad(): return run_function(*inputs)
     backward    with torch.enable_grad(): out = run_function(*detached inputs)
                 torch.autograd.grad(out, inputs + parameters, gradients)
 
-The callable is traced in the function's place, and the planner decides what is recomputed. That this is all that a function
-does is tried with another callable, of which all is known: the results, and the gradients of what the function is given and of
-a tensor that only the callable knows, which some functions give and others do not.
+The callable is traced in the function's place, and the planner decides what is recomputed. A trial checks that the function
+does nothing else, by passing it a known callable and comparing results and gradients: those of the function's arguments, and of
+a tensor that the callable closes over, for which some functions compute gradients and others do not.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch.utils import _pytree as pytree
 from autopar.capture.custom_functions import apart
 from autopar.operators.autograd_functions import SCALES, near
 
-_SHAPE = 2, 3  # of the tensors of a trial: what the callable returns is its own
+_SHAPE = 2, 3  # of the tensors of a trial, whose callable decides the shape of its result
 
 
 class UnknownLeafError(Exception):
-    """A callable computes with a tensor that the function that calls it gives no gradient."""
+    """A callable uses a tensor for which the function that calls it computes no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor among the arguments of a function."""
+    """Stands for a tensor argument of a function, by its position."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The call that a function makes of its argument at `place`, which has its tensor arguments by their places.
+    """A function's call of its argument at position `place`, with its tensor arguments given by position.
 
-    `free`: what the callable knows by itself gets gradients too, as by `torch.autograd.backward`, if any argument does.
+    `free`: tensors that the callable closes over get gradients too, as by `torch.autograd.backward`, if any argument does.
     """
 
     place: int
@@ -52,9 +52,9 @@ class Checkpoint:
     free: bool
 
     def result(self, given: Sequence[object]) -> object:
-        """What the callable returns in the place of a function that is given these arguments.
+        """The callable's result, in place of that of a function with these arguments.
 
-        Raises UnknownLeafError if that depends on a tensor that would get no gradient by the function.
+        Raises UnknownLeafError if it depends on a tensor to which the function would not pass a gradient.
         """
         run: Any = given[self.place]
         args, kwargs = pytree.tree_map_only(_Place, lambda place: given[place.number], (self.args, self.kwargs))
@@ -66,13 +66,13 @@ class Checkpoint:
 
 
 def checkpoint_of(function: type[Function], args: Sequence[object]) -> Checkpoint | None:
-    """The call that a function makes of one of its arguments, if it does nothing else; None for others."""
+    """The call that a function makes of one of its arguments, if it does nothing else; None otherwise."""
     callables = [place for place, one in enumerate(args) if callable(one) and not isinstance(one, torch.Tensor)]
     return apart(lambda: _found(function, args, callables[0])) if len(callables) == 1 else None
 
 
 def _found(function: type[Function], args: Sequence[object], place: int) -> Checkpoint | None:
-    """What trials with one result and with several find, at every scale of operands and of gradients, if all find the same."""
+    """The call that all trials find: with one result and several, at every scale of operands and gradients; else None."""
     with warnings.catch_warnings(action="ignore"):  # of another device's autocast
         trials = [
             _Trial(function, args, place, several, scale).checkpoint(size)
@@ -85,7 +85,7 @@ def _found(function: type[Function], args: Sequence[object], place: int) -> Chec
 
 @dataclass(slots=True)
 class _Trial:
-    """A function with random tensors and a callable of the trial's own."""
+    """A function run on random tensors and a callable made for the trial."""
 
     function: Any
     args: Sequence[object]
@@ -95,7 +95,7 @@ class _Trial:
     calls: list[tuple[tuple[object, ...], dict[str, object]]] = field(default_factory=list)
 
     def checkpoint(self, size: float) -> Checkpoint | None:
-        """The call that the function makes, if results and gradients for incoming ones of a `size` are those of that."""
+        """The call that the function makes, if it equals that call in results, and gradients for incoming ones of a `size`."""
         generator = torch.Generator().manual_seed(0)
         given = [self._operand(one, generator) for one in self.args]
         places = {one.data_ptr(): number for number, one in enumerate(given) if isinstance(one, torch.Tensor)}
@@ -130,14 +130,14 @@ class _Trial:
 
 
 def _mixed(read: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor that depends on every element of some in its own way, and whose gradients do so on all others."""
+    """A tensor that depends differently on every element of the given ones, with gradients that depend on all others."""
     ramp = torch.linspace(0.5, 1.5, 6, dtype=torch.float64).reshape(_SHAPE)
     sums = [((number + 1) * ramp * one.double().sin()).sum() for number, one in enumerate(read)]
     return ramp * torch.stack(sums).sum().sin()
 
 
 def _with_gradients(out: object, leaves: Sequence[torch.Tensor], size: float) -> Iterator[torch.Tensor | None]:
-    """Results, and the gradients that a backward leaves in leaves."""
+    """The results, and the gradients that a backward accumulates in the leaves."""
     results = [one for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor)]
     incoming = [torch.linspace(-size, size, one.numel(), dtype=one.dtype).reshape(one.shape) for one in results]
     torch.autograd.backward(results, incoming)
@@ -148,7 +148,7 @@ def _with_gradients(out: object, leaves: Sequence[torch.Tensor], size: float) ->
 
 
 def _reaches_others(result: object, known: Sequence[torch.Tensor]) -> bool:
-    """Whether what was computed depends on a leaf that needs a gradient by another way than through known tensors."""
+    """Whether a result depends on a leaf that needs a gradient, along a path that avoids the known tensors."""
     ends = {one.grad_fn for one in known if one.grad_fn is not None}
     leaves = {id(one) for one in known if one.grad_fn is None}
     results = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad]

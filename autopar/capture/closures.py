@@ -1,7 +1,7 @@
 """Functions in attributes of a model that close over its modules or tensors: `self.mlp = lambda x: m.proj(m.fc(x))`.
 
-`copy.deepcopy` takes functions as they are, so that those of a copied model would compute with the weights of the original.
-Here they are copied with it: what their closures and defaults hold of the model becomes what stands for it in the copy.
+`copy.deepcopy` does not copy functions, so those of a copied model would compute with the weights of the original. Here they
+are copied too: references to the model in their closures and defaults are replaced by their counterparts in the copy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 from autopar.capture.python_places import MOST_ELEMENTS
 
 _HOLDING = dict, list, tuple, set, frozenset, MethodType, functools.partial, FunctionType, CellType
-_Memo = dict[int, object]  # of copy.deepcopy: by the id of an object, what stands for it in the copy
+_Memo = dict[int, object]  # of copy.deepcopy: from the id of an object to its counterpart in the copy
 
 
 def copied_model(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = None) -> nn.Module:
-    """A copy of a model, and of the functions in its attributes that know it; `tensors` has what stands for those of the model,
-    by their ids. Raises what `copy.deepcopy` does."""
+    """A copy of a model, and of functions in its attributes that refer to it; `tensors` maps ids of the model's tensors to
+    their replacements. Raises what `copy.deepcopy` does."""
     memo: _Memo = dict(tensors or {})
     closures = _Closures(model, memo)
     made = copy.deepcopy(model, memo)
@@ -32,11 +32,11 @@ def copied_model(model: nn.Module, tensors: Mapping[int, torch.Tensor] | None = 
 
 
 class _Closures:
-    """The functions of a model that are to be copied with it.
+    """The functions of a model that must be copied with it.
 
     Args:
-        model: what is copied.
-        memo: that of the copy. Here it gets functions whose closures are empty until `fill`.
+            model: the model being copied.
+            memo: the memo of the copy. Copied functions are added to it with empty closures, until `fill`.
     """
 
     def __init__(self, model: nn.Module, memo: _Memo) -> None:
@@ -49,7 +49,7 @@ class _Closures:
             self._reaches(vars(module).values())
 
     def fill(self) -> None:
-        """Give the copied functions what stands for what the originals know, once the model is copied."""
+        """Fill the closures and defaults of the copied functions, once the model is copied."""
         for cell, new in self._cells.values():
             new.cell_contents = copy.deepcopy(cell.cell_contents, self._memo)
         for function, now in self._functions:
@@ -57,7 +57,7 @@ class _Closures:
             now.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self._memo)
 
     def _reaches(self, held: Iterable[object]) -> bool:
-        """Whether something reaches a module or a tensor of the model; all functions below it are looked at."""
+        """Whether any of these reaches a module or a tensor of the model; visits all functions below them."""
         found = [self._is_of_model(one) for one in held]
         return any(found)
 
@@ -67,14 +67,14 @@ class _Closures:
         if not isinstance(one, _HOLDING):
             return False
         if id(one) not in self._known:
-            self._known[id(one)] = one, False  # where it holds itself
+            self._known[id(one)] = one, False  # a cycle
             self._known[id(one)] = one, self._reaches(_parts(one))
             if isinstance(one, FunctionType) and self._known[id(one)][1]:
                 self._copy(one)
         return self._known[id(one)][1]
 
     def _copy(self, function: FunctionType) -> None:
-        """Have the memo say what stands for a function."""
+        """Enter the copy of a function in the memo."""
         cells = tuple(map(self._cell, function.__closure__ or ()))
         made = FunctionType(function.__code__, function.__globals__, function.__name__, closure=cells)
         functools.update_wrapper(made, function)
@@ -84,14 +84,14 @@ class _Closures:
         self._functions.append((function, made))
 
     def _cell(self, before: CellType) -> CellType:
-        """What stands for a cell: itself, if it holds nothing of the model."""
+        """The copy of a cell; the cell itself if it refers to nothing of the model."""
         if not self._reaches(_parts(before)):
             return before
         return self._cells.setdefault(id(before), (before, CellType()))[1]
 
 
 def _parts(held: object) -> Iterable[object]:
-    """What a container, a function or a method holds."""
+    """The objects that a container, a function or a method refers to."""
     match held:
         case dict() if len(held) <= MOST_ELEMENTS:
             return held.values()
@@ -104,7 +104,7 @@ def _parts(held: object) -> Iterable[object]:
         case FunctionType():
             return *(held.__closure__ or ()), held.__defaults__, held.__kwdefaults__
         case CellType():
-            with contextlib.suppress(ValueError):  # an empty one
+            with contextlib.suppress(ValueError):  # an empty cell
                 return (held.cell_contents,)
     return ()
 

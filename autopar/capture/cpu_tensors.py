@@ -1,13 +1,13 @@
 """Tensors that forward creates on the CPU or gets from outside, while its parameters and inputs are on the meta device.
 
-    x * torch.Tensor([1, 2])             made of numbers, by the class of tensors: a literal
-    x[torch.LongTensor([0, 2])]
-    x + torch.zeros(4, device="cpu")     made by an operator: moved, which a program has no need of
-    y.type(x.type())                     "torch.FloatTensor" is the type of x
-    (x - MEAN) / STD                     globals of a file, or what a closure knows: literals, if they are few numbers
+        x * torch.Tensor([1, 2])             made of numbers, by a tensor class: a literal
+        x[torch.LongTensor([0, 2])]
+        x + torch.zeros(4, device="cpu")     made by an operator: moved, which a program need not do
+        y.type(x.type())                     "torch.FloatTensor" is the type of x
+        (x - MEAN) / STD                     globals of a file, or closed over: literals, if they are few numbers
 
-Where parameters are on the CPU such a forward runs as it is, and elsewhere if it moves these tensors itself. Each becomes a
-tensor of the meta device once, for all of its uses: what one writes into it the next one reads.
+With parameters on the CPU such a forward runs unchanged; on other devices only if it moves these tensors itself. Each is turned
+into a meta tensor once, shared by all of its uses: a write by one is seen by the next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.capture.known_values import untraced
 from autopar.capture.literals import ELEMENTS_LIMIT, literal, spelt_out
 from autopar.errors import CaptureError
 
-_DEVICES = re.compile(r"at least two devices|two different devices|on the same device")  # in what torch says of operands
+_DEVICES = re.compile(r"at least two devices|two different devices|on the same device")  # in torch's errors about operands
 _REGISTER = (
     "register it, an nn.Parameter in an attribute of a module or an nn.ParameterList, a module in an attribute or an "
     "nn.ModuleList; not in a list, a global or a weakref"
@@ -36,21 +36,21 @@ _LIFTING = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.de
 
 
 class CpuTensors:
-    """The tensors of one trace that are on the CPU, or were made before it.
+    """The tensors of one trace that are on the CPU, or were created before it.
 
-    Of the latter `constants` has those that are literals, and `trained` those that have a gradient.
+    Of those created before it, `constants` has those that became literals, and `trained` those that have a gradient.
     """
 
     def __init__(self) -> None:
-        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by its id: a tensor, which is kept, and what it is
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor, kept alive, and its replacement
         self.constants: list[torch.Tensor] = []
-        self.trained: dict[int, torch.Tensor] = {}  # by its id
-        self._elsewhere: list[torch.Tensor] = []  # operands of the last call that stayed where they are
+        self.trained: dict[int, torch.Tensor] = {}  # by id
+        self._elsewhere: list[torch.Tensor] = []  # operands of the last call that were not moved
 
     def moved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, elsewhere: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a function of torch with tensors of the meta device; `elsewhere` says whether also for constants."""
+        """The arguments of a torch function, moved to the meta device; `elsewhere` says whether constants are moved too."""
         leaves = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, torch.Tensor)]
         self.trained |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad and node_of(leaf) is None}
         own = [leaf for leaf in leaves if not leaf.is_meta and (elsewhere or node_of(leaf) is not None)]
@@ -64,7 +64,7 @@ class CpuTensors:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Inside, an operator that has operands on two devices is an error that says what one of them is."""
+        """Context in which an error about operands on two devices is raised as one that says what one of them is."""
         try:
             yield
         except Exception as error:
@@ -73,7 +73,7 @@ class CpuTensors:
             raise
 
     def refuse_written(self, at: str) -> None:
-        """Raise CaptureError if forward has written a constant, which the next call of a graph would not know."""
+        """Raise CaptureError if forward has written to a constant: a graph would lose the change before its next call."""
         if any(self._moved[id(one)][1]._version for one in self.constants):
             fix = "register it as a buffer: register_buffer(name, tensor, persistent=False)"
             raise CaptureError("forward writes a tensor that is not in a module", at=at, fix=fix)
@@ -96,7 +96,7 @@ class CpuTensors:
 
 
 def type_of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """`x.type()` as it is on the CPU: no type has the name that it has on the meta device."""
+    """`x.type()` as on the CPU: on the meta device, types have other names."""
 
     def type_(x: torch.Tensor, *rest: object, **named: object) -> object:
         found = original(x, *rest, **named)
@@ -106,7 +106,7 @@ def type_of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def asked_of_the_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """A question about a device type, asked of the CPU for `meta`, as `x.device.type` becomes while tracing."""
+    """A query about a device type, answered for the CPU if it is `meta`, which `x.device.type` becomes while tracing."""
 
     def asked(*device_type: str, **named: str) -> object:
         given = ("cpu" if device == "meta" else device for device in device_type)
@@ -126,7 +126,7 @@ def _unregistered(tensor: torch.Tensor, at: str) -> CaptureError:
 
 
 def not_contained(constant: object, trained: Sequence[torch.Tensor], at: str) -> CaptureError:
-    """The error for what torch made a constant of a graph: perhaps one of the tensors with a gradient from elsewhere."""
+    """The error for a tensor that torch turned into a graph constant: perhaps one with a gradient from outside the trace."""
     for tensor in trained:
         if isinstance(constant, torch.Tensor) and (tensor.data_ptr(), tensor.shape) == (constant.data_ptr(), constant.shape):
             return _unregistered(tensor, at)
@@ -136,11 +136,11 @@ def not_contained(constant: object, trained: Sequence[torch.Tensor], at: str) ->
 
 def _literal(numbers: object, tensor: torch.Tensor) -> torch.Tensor:
     made = literal(torch.tensor)(numbers, dtype=tensor.dtype)
-    return made if made.shape == tensor.shape else made.reshape(tensor.shape)  # of no elements
+    return made if made.shape == tensor.shape else made.reshape(tensor.shape)  # without elements
 
 
 def _numbers(tensor: torch.Tensor) -> object:
-    """The numbers that a tensor is made of; None if it is not made of numbers, or of too many."""
+    """The numbers that a tensor was made of; None if it was not made of numbers, or of too many."""
     node = node_of(tensor)
     if node is None or node.target not in _LIFTING or tensor.numel() > ELEMENTS_LIMIT:
         return None

@@ -1,7 +1,7 @@
 """Captures an `autograd.Function`: traces only its forward if its gradient equals autograd's, which is checked numerically.
 
-Others are operators (`autopar.operators.autograd_functions`). Functions are run in a thread of their own, where nothing is
-traced, on random operands; in place of large ones on small ones, in which equal sizes are equal.
+Others become operators (`autopar.operators.autograd_functions`). Functions are run on random operands, in a separate thread
+where nothing is traced; large operands are replaced by small ones in which equal sizes stay equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handler = Callable[[type[Function], tuple[object, ...]], object]
 
 @contextlib.contextmanager
 def intercepted(handler: Handler) -> Iterator[None]:
-    """Ask a handler what `apply` of a function returns in this thread; NotImplemented for what it returns by itself."""
+    """Let a handler answer for a function's `apply` in this thread; it returns NotImplemented to leave that to torch."""
     tracing = threading.get_ident()
     base: Any = Function.__mro__[1]  # torch has no other place: Function.apply calls the `apply` that this class inherits
 
@@ -48,21 +48,21 @@ def intercepted(handler: Handler) -> Iterator[None]:
 
 
 def by_autograd(function: type[Function], args: Sequence[object]) -> bool:
-    """Whether a function has the results and gradients of its forward under autograd; False for one that cannot be run."""
+    """Whether a function has the results and gradients that autograd gives for its forward; False if it cannot be run."""
     return apart(lambda: _equal(function, args if _elements(args) <= _LIMIT else _small(args))) is True
 
 
 def as_operator(function: type[Function], args: Sequence[object]) -> FunctionOperator | None:
-    """The operator that calls a function on operands like these; None for one that no operator can call."""
+    """The operator that calls a function on operands like these; None if no operator can call it."""
     ways: list[Callable[[Sequence[object]], list[object]]] = [_small, list] if _elements(args) <= _LIMIT else [_small]
     made = (apart(functools.partial(_operator, function, args, way, below)) for way in ways for below in (2, 1))
-    return next(filter(None, made), None)  # there may be no place 1
+    return next(filter(None, made), None)  # an index 1 may be out of range
 
 
 def _operator(
     function: type[Function], args: Sequence[object], sized: Callable[[Sequence[object]], list[object]], below: int
 ) -> FunctionOperator | None:
-    """The operator that calls a function, tried on random operands with integers below a number."""
+    """The operator that calls a function, tried on random operands with integers less than `below`."""
     generator = torch.Generator().manual_seed(0)
     operands = _operands(sized(args), 1.0, lambda shape: torch.randint(below, shape, generator=generator), generator)
     call = tried(function, operands)
@@ -70,7 +70,7 @@ def _operator(
 
 
 def apart(run: Callable[[], _Found]) -> _Found | None:
-    """What a call returns in a thread of its own; None if it raises anything: the code is someone else's."""
+    """The result of a call in a separate thread; None if it raises anything: the code is the user's."""
     found: list[_Found] = []
 
     def target() -> None:
@@ -88,7 +88,7 @@ def _elements(args: Sequence[object]) -> int:
 
 
 def _small(args: Sequence[object]) -> list[object]:
-    """The arguments with empty tensors in which large dims are small, equal ones equally so."""
+    """The arguments with large dims made small, as meta tensors; equal sizes stay equal."""
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     sizes = {size for tensor in tensors for size in tensor.shape}
     free = (size for size in SMALL if size not in sizes)
@@ -102,20 +102,20 @@ def _small(args: Sequence[object]) -> list[object]:
 
 
 def _equal(function: type[Function], args: Sequence[object]) -> bool:
-    """Compare for integers that are all 0, and, where the function takes those, all 1: a mask of zeros hides everything."""
+    """Compare with all integers 0 and, where the function accepts it, all 1: a mask of zeros would hide every difference."""
     try:
         if not _alike(function, args, 0):
             return False
-    except Exception:  # whatever a function of someone else's raises
+    except Exception:  # the user's function may raise anything
         return False
     try:
         return _alike(function, args, 1)
-    except Exception:  # there may be no place 1
+    except Exception:  # an index 1 may be out of range
         return True
 
 
 def _alike(function: type[Function], args: Sequence[object], integer: int) -> bool:
-    """Whether results and gradients are the same with these integers, at every scale, and no operand is written."""
+    """Whether results and gradients agree for this value of all integers, at every scale, and no operand is written."""
     generator = torch.Generator().manual_seed(0)
     written = False
 
@@ -146,7 +146,7 @@ def _versions(given: Sequence[object]) -> list[int]:
 def _operands(
     args: Sequence[object], scale: float, integers: Callable[[torch.Size], torch.Tensor], generator: torch.Generator
 ) -> list[object]:
-    """Random tensors in double precision for those that are floating, of `integers` for others."""
+    """The arguments with random double-precision tensors for floating ones, and `integers` for the others."""
 
     def real(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.is_floating_point():
@@ -158,7 +158,7 @@ def _operands(
 
 
 def _results(function: Any, given: list[object], scale: float, *, applied: bool) -> Iterator[torch.Tensor]:
-    """The results of a function, applied or only its forward, and the gradients of its operands."""
+    """The results of a function, run by `apply` or by its forward alone, and the gradients of its operands."""
     if applied:
         out = function.apply(*given)
     elif function.setup_context is not Function.setup_context:

@@ -14,9 +14,9 @@ from autopar.operators import writes
 
 @dataclass(slots=True)
 class Decided:
-    """The values of such buffers by name, and a line of the model that read each.
+    """The values of such buffers by name, and for each a line of the model that read it.
 
-    `check` compares a buffer with its values when it has been written or replaced since the last comparison.
+    `check` compares a buffer with its value when it was written or replaced since the last comparison.
     """
 
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Decided:
 
     @staticmethod
     def of(lines: Mapping[str, str], values: Mapping[str, torch.Tensor], program: Program) -> Decided:
-        """The buffers that were read; raises CaptureError for one that the program writes."""
+        """The buffers that were read; raises CaptureError if the program writes one."""
         written = {name for op in program.ops for name in writes(op)}
         for name in sorted(written & values.keys()):
             fix = "keep what forward counts apart from what decides a branch; or express the choice with torch.where"
@@ -33,12 +33,12 @@ class Decided:
         return Decided({name: value.cpu().clone() for name, value in values.items()}, lines)
 
     def stored(self, held: Mapping[str, torch.Tensor]) -> Decided:
-        """With what a rank stores of them, of a buffer of which it has a part."""
+        """A copy with the parts that a rank stores, for buffers of which it stores only a part."""
         parts = {name: held[name] for name, value in self.values.items() if held[name].shape != value.shape}
         return Decided({**self.values, **{name: part.detach().cpu().clone() for name, part in parts.items()}}, self.lines)
 
     def check(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Raise InputError for a buffer among those of a module that has another value than when it was captured."""
+        """Raise InputError if a module's buffer no longer has the value that it had at capture."""
         for name, value in self.values.items():
             now = held[name]
             before, version = self.seen.get(name, (None, 0))

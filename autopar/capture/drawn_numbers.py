@@ -3,7 +3,7 @@
     if self.training and random.random() < self.layer_drop:        a rate of 0 drops no layer, one of 1 every layer
         continue
 
-A graph would have the same number in every step, so a number that decides anything, or is computed with, is refused.
+A graph would use the same number in every step, so one that decides a branch, or enters a computation, is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autopar.errors import CaptureError
 
 
 def drawn_from(name: str, at: str) -> CaptureError:
-    """The error for numbers of a generator of Python that a graph would keep."""
+    """The error for a number from a Python generator that a graph would freeze."""
     what = f"forward draws from {name}: the graph would have the same numbers in every step"
     return CaptureError(what, at=at, fix="draw with torch, or outside of forward, and give the numbers as a tensor")
 
 
 class Drawn:
-    """A number of which it is known that it is from `low` on and below `high`: compared with others it may have one answer."""
+    """A number in the half-open interval from `low` to `high`; a comparison that holds for all or none of it has an answer."""
 
     def __init__(self, name: str, at: str, low: float, high: float) -> None:
         self.name, self.at, self.low, self.high = name, at, low, high
@@ -51,10 +51,10 @@ class Drawn:
         return not self > other
 
     def used(self, *_: object, **__: object) -> NoReturn:
-        """Raise CaptureError: the number itself is needed."""
+        """Raise CaptureError: the number itself is used."""
         raise drawn_from(self.name, self.at)
 
-    __torch_function__ = used  # an operand of a function of torch
+    __torch_function__ = used  # used as an operand of a torch function
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -63,7 +63,7 @@ for _name in sorted(({*dir(float)} - {*dir(object)}) | {"__eq__", "__ne__", "__i
 
 
 def drawing() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """What stands in the place of functions that draw one number, in this thread: the module, the name, the function."""
+    """Replacements of functions that draw one number, for this thread: the module, the name, the function."""
     units = [(random, "random"), (np.random, "rand"), (np.random, "random"), (np.random, "random_sample")]
     found = [(owner, name, _drawing(owner, vars(owner)[name], unit=True)) for owner, name in units]
     ranges = [(owner, "uniform", _drawing(owner, vars(owner)["uniform"], unit=False)) for owner in (random, np.random)]
@@ -71,7 +71,7 @@ def drawing() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 
 
 def _drawing(owner: ModuleType, original: Callable[..., Any], *, unit: bool) -> Callable[..., Any]:
-    """A function that draws a number from 0 on and below 1, or between its two arguments; asked for more, the original."""
+    """Draws a number in [0, 1), or between its two arguments; with other arguments it calls the original function."""
     tracing = threading.get_ident()
 
     def draw(*ends: Any, **named: Any) -> Any:
@@ -80,7 +80,7 @@ def _drawing(owner: ModuleType, original: Callable[..., Any], *, unit: bool) -> 
         if threading.get_ident() != tracing or named or not asked or not source_location.foreign(frame.f_code.co_filename):
             return original(*ends, **named)
         low, high = ends or (0, 1)
-        if (low, high) != (0, 1):  # uniform may round up to its end
+        if (low, high) != (0, 1):  # uniform may round up to its upper end
             high = math.nextafter(high, math.inf)
         return Drawn(owner.__name__, source_location.of_frame(frame), low, high) if low < high else original(*ends)
 

@@ -1,6 +1,6 @@
 """Rewrites `embedding_bag` with bags of equal length as embedding and reduction, which can be split over bags.
 
-The operator itself takes one long list of places and says where bags begin: no part of it is a list of whole bags by itself.
+The operator itself takes one flat list of indices and the offsets of the bags: no slice of the list is a list of whole bags.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.nn import functional
 
 
 def spelt(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`F.embedding_bag` of a matrix of places as embeddings that are summed, averaged, or of which the largest is taken.
+    """`F.embedding_bag` of a matrix of indices, as an embedding followed by a sum, mean or maximum.
 
     embedding_bag(x, w, mode="sum")    ->    embedding(x, w).sum(1)
 
-    The original where bags differ in length, for gradients that are counted or sparse, where rows are renormalised, and for the
-    largest of rows some of which are padding.
+    Uses the original for bags of unequal length, for gradients that are sparse or scaled by frequency, for renormalised
+    rows, and for the maximum where some rows are padding.
     """
 
     def embedding_bag(

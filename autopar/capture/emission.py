@@ -20,7 +20,7 @@ from autopar.ir.shape_inference import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The context of a subgraph: whether gradients are enabled, and the dtype of autocast if it is."""
+    """The context of a subgraph: whether gradients are enabled, and the dtype of autocast, if enabled."""
 
     grad: bool = True
     cast: torch.dtype | None = None
@@ -28,7 +28,7 @@ class Region:
 
 @dataclass(slots=True, kw_only=True)
 class Emission:
-    """Appends ops to a program; a value is detached, and cast to a dtype, once."""
+    """Appends ops to a program; each value is detached, or cast to a dtype, only once."""
 
     builder: Builder
     detached: dict[str, Ref] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Emission:
     ) -> tuple[tuple[Ref, ...], bool]:
         """Append the op of `node`, detaching operands in a no_grad region; returns its results, and whether they are a list.
 
-        There, too, a tensor that an operator gives back as it is has the gradient that it had.
+        Even in such a region, a tensor that an operator returns unchanged keeps its gradient.
         """
         if not region.grad and target == str(node.target) and isinstance(args[0], Ref) and nodes.returns_operand(node):
             return (args[0],), False

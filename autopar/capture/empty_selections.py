@@ -1,16 +1,16 @@
 """Handles tests whether a mask selects anything: `if mask.any():`, `if tokens.numel() == 0: continue`, `for e in hit:`.
 
-A mixture of experts that is written as a loop leaves out experts that no token chose. A graph has no branches, and needs none
-here, since what is done with no rows changes nothing. Such a question is answered as if there were rows, where it may be:
+A mixture of experts that is written as a loop skips experts that no token chose. A graph has no branches, and needs none here,
+since computing with no rows changes nothing. Such a question is answered "some rows", on these conditions:
 
     for e in range(n):                 1. what is selected below each question has no rows where its answer is "none": tried on
-        i, k = where(chosen == e)         values of integers and masks that both are computed from (`capture.implications`)
-        if i.numel() == 0:             2. if all answers are "none", forward is the program in which they are "some" and such
-            continue                      rows are put back nowhere
-        y[i] += expert(x[i])           3. so it is if every other answer is
+        i, k = where(chosen == e)         values of the integers and masks that both depend on (`capture.implications`)
+        if i.numel() == 0:             2. if all answers are "none", forward equals the program traced with "some" in which
+            continue                      these rows are not put back
+        y[i] += expert(x[i])           3. the same holds if every other answer is "none"
 
-Where torch asks for the number of rows of a selection, which no mode sees, everything is traced again with that taken for
-positive.
+Where torch itself asks for the number of rows of a selection, which no mode sees, everything is traced again with that number
+assumed positive.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NONZERO = (torch.nonzero, torch.Tensor.nonzero)
 _UNIQUE = (torch.unique, torch.Tensor.unique)
 _SELECTING = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _BINCOUNT = (torch.bincount, torch.Tensor.bincount)
-Nothing = Callable[[int], bool]  # by the place of a question among all: whether nothing is selected below it
+Nothing = Callable[[int], bool]  # from a question's index to whether nothing is selected below it
 
 
 class AskedForRows(Exception):
-    """Torch asked whether selections that are made at these lines have rows."""
+    """Torch asked whether the selections made at these lines have rows."""
 
     def __init__(self, lines: frozenset[str]) -> None:
         super().__init__()
@@ -50,31 +50,31 @@ class AskedForRows(Exception):
 
 
 def some(_: int) -> bool:
-    """There are rows, whichever question."""
+    """Answers every question with "some"."""
     return False
 
 
 def none(_: int) -> bool:
-    """Nothing is selected, whichever question."""
+    """Answers every question with "none"."""
     return True
 
 
 def by_turns(place: int) -> bool:
-    """Nothing is selected below every other question."""
+    """Answers every other question with "none"."""
     return place % 2 == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What was asked in a tracing: the line of each question in order, and the numbers of rows that are 0 where its answer is
-    "none"; `lines` make selections of which it is asked whether they have rows."""
+    """The questions of one tracing: the line of each in order, and the row counts that are 0 where its answer is "none";
+    `lines` are those of selections that are tested for having rows."""
 
     asked: tuple[str, ...] = ()
     empty: tuple[frozenset[sympy.Symbol], ...] = ()
     lines: frozenset[str] = frozenset()
 
     def without(self, nothing: Nothing) -> frozenset[sympy.Symbol]:
-        """The numbers of rows that are 0 if nothing is selected below these questions."""
+        """The row counts that are 0 if nothing is selected below these questions."""
         return frozenset().union(*(symbols for place, symbols in enumerate(self.empty) if nothing(place)))
 
 
@@ -83,17 +83,17 @@ UNASKED = Answered()
 
 @dataclass(slots=True, kw_only=True)
 class EmptySelections:
-    """The questions of one tracing; `nothing` is the answer to each: whether it is "none"."""
+    """The questions of one tracing; `nothing` says for each whether the answer is "none"."""
 
     lines: frozenset[str] = frozenset()
     nothing: Nothing = some
-    made: dict[sympy.Symbol, str] = field(default_factory=dict)  # the line that made each selection, by its number of rows
-    questions: list[tuple[str, Question]] = field(default_factory=list)  # in order, with the line of each
-    below: list[tuple[int, sympy.Symbol, fx.Node]] = field(default_factory=list)  # selections by a mask, after these questions
-    first: int = 0  # of the questions that were asked one after the other, until something was selected
+    made: dict[sympy.Symbol, str] = field(default_factory=dict)  # the line that made each selection, by its row count
+    questions: list[tuple[str, Question]] = field(default_factory=list)  # in order, each with its line
+    below: list[tuple[int, sympy.Symbol, fx.Node]] = field(default_factory=list)  # selections by a mask, each below a question
+    first: int = 0  # of the questions that were asked in a row, until something was selected
     selects: bool = False  # whether anything was selected since the last question
-    hits: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # places where a mask of one dim is true: the mask
-    counts: bool = False  # whether numbers were read that count something
+    hits: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # indices where a 1-d mask is true: the mask
+    counts: bool = False  # whether any number that was read is a count
 
     def result(
         self,
@@ -103,7 +103,7 @@ class EmptySelections:
         call: Callable[..., Any],
         asker: FrameType,
     ) -> object:
-        """What a call of a function of torch returns, which `call` makes."""
+        """The result of a call of a torch function; `call` runs it."""
         if self.counts:
             args, kwargs = pytree.tree_map_only(RowCount, lambda count: count.number, (args, kwargs))
         if func is torch.Tensor.__len__ and self.long(args[0], source_location.caller(func, asker)):
@@ -129,7 +129,7 @@ class EmptySelections:
         return self.selected(mask, func, args, kwargs, call, source_location.of_frame(asker))
 
     def long(self, rows: torch.Tensor, asker: FrameType) -> bool:
-        """Whether `len(rows)` only asks if there are rows; raises AskedForRows if their line is not known to be asked."""
+        """Whether `len(rows)` only tests for rows; raises AskedForRows if the line that made them is not among `lines`."""
         size = rows.shape[0] if rows.dim() else None
         at = self.made.get(size.node.expr) if isinstance(size, torch.SymInt) else None
         if at is None or not assertions.asks_for_some(asker.f_code, asker.f_lasti):
@@ -147,7 +147,7 @@ class EmptySelections:
         call: Callable[..., Any],
         at: str,
     ) -> object:
-        """What a mask selects, or its places."""
+        """The rows that a mask selects, or the indices where it is true."""
         found = call(func, args, kwargs)
         first = found[0] if isinstance(found, tuple) else found
         size = next((one for one in first.shape if isinstance(one, torch.SymInt) and one.node.expr not in self.made), None)
@@ -169,7 +169,7 @@ class EmptySelections:
         return found
 
     def hit(self, places: object) -> torch.Tensor | None:
-        """The mask where it is true, of places that are to be told one by one; None for any other tensor."""
+        """The mask whose true indices these are, if they can be iterated one by one; None for any other tensor."""
         if not self.hits or not isinstance(places, torch.Tensor):
             return None
         node = node_of(places)
@@ -178,14 +178,14 @@ class EmptySelections:
         return self.hits.get(node) if node is not None else None
 
     def answer(self, tensor: object, asker: FrameType) -> bool | None:
-        """What `bool(tensor)` says, if it asks whether anything is selected; None for any other question, or one of torch's."""
+        """The answer to `bool(tensor)`, if it tests whether anything is selected; None for other questions and torch's own."""
         asks = isinstance(tensor, torch.Tensor) and source_location.foreign(asker.f_code.co_filename)
         node = node_of(tensor) if asks and isinstance(tensor, torch.Tensor) else None
         question = implications.question(node) if node is not None else None
         return None if question is None else self.said(question, source_location.of_frame(asker))
 
     def said(self, question: Question, at: str) -> bool:
-        """The answer to a question; raises CaptureError for a line that asks without end."""
+        """The answer to a question; raises CaptureError for a line that keeps asking."""
         if self.selects:
             self.first, self.selects = len(self.questions), False
         self.questions.append((at, question))
@@ -195,7 +195,7 @@ class EmptySelections:
         return question.some != self.nothing(len(self.questions) - 1)
 
     def number(self, found: object, tensor: torch.Tensor, at: str) -> object:
-        """A number that was read; if it counts something, it can be compared with 0."""
+        """A number read from a tensor; if it is a count, it can be compared with 0."""
         if not isinstance(found, torch.SymInt) or (node := node_of(tensor)) is None:
             return found
         question = implications.question(node)
@@ -205,7 +205,7 @@ class EmptySelections:
         return RowCount(found, lambda: self.said(question, at))
 
     def answered(self) -> Answered:
-        """What was asked, and which selections have no rows where the answer is "none"."""
+        """The questions asked, and the selections that have no rows where the answer is "none"."""
         found = [set[sympy.Symbol]() for _ in self.questions]
         holds = implications.implied([(self.questions[place][1], mask) for place, _, mask in self.below])
         for (place, symbol, _), held in zip(self.below, holds, strict=True):
@@ -213,7 +213,7 @@ class EmptySelections:
         return Answered(asked=tuple(line for line, _ in self.questions), empty=tuple(map(frozenset, found)), lines=self.lines)
 
     def asked_for(self, error: Exception) -> frozenset[str]:
-        """The lines of selections of which an error says that torch asks whether they have rows; none if it asks for more."""
+        """The lines of selections that torch tested for rows, according to an error; empty if torch needs more than that."""
         links = list(source_location.chain(error))
         if found := next((link for link in links if isinstance(link, AskedForRows)), None):
             return found.lines
@@ -231,7 +231,7 @@ class EmptySelections:
 
 
 class RowCount:
-    """A number that counts something: where it is compared with 0, `ask` says whether it is positive. Else it is a SymInt."""
+    """A count: a comparison with 0 calls `ask` for whether it is positive. Otherwise it acts as a SymInt."""
 
     def __init__(self, number: torch.SymInt, ask: Callable[[], bool]) -> None:
         self.number, self.ask = number, ask
@@ -246,7 +246,7 @@ class RowCount:
 
 
 def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[RowCount, object], Any]:
-    """A comparison of counts, which is a question where all positive ones have the same answer."""
+    """A comparison of counts; it is a question if all positive counts have the same answer."""
 
     def asked(self: RowCount, other: object) -> Any:
         other = other.number if isinstance(other, RowCount) else other
@@ -259,7 +259,7 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[RowCount, object]
 
 
 def _number(method: str) -> Callable[..., Any]:
-    """A method of a count that is that of its number."""
+    """A method of a count that forwards to its number."""
     return lambda self, *others: getattr(self.number, method)(
         *(other.number if isinstance(other, RowCount) else other for other in others)
     )
@@ -272,7 +272,7 @@ for _name in "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod
 
 
 class _Each(tuple[torch.Tensor, ...]):
-    """The numbers from 0 to the length of a mask as tensors of one element, each with a question: the mask there."""
+    """The indices 0 to n - 1 of a mask of length n as one-element tensors, each guarded by a question: the mask there."""
 
     selections: EmptySelections
     mask: torch.Tensor
@@ -294,7 +294,7 @@ class _Each(tuple[torch.Tensor, ...]):
 
 
 def _mask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The mask by which a call selects, or whose places it asks for; None for any other call."""
+    """The mask that a call selects by, or whose true indices it asks for; None for any other call."""
     named = dict(zip(("input", "mask"), args, strict=False)) | kwargs
     found = None
     if func is torch.Tensor.__getitem__:
@@ -308,7 +308,7 @@ def _mask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What torch.bincount returns; None where that may have more than `minlength` counts, or sums up weights."""
+    """The result of torch.bincount; None if it may have more than `minlength` counts, or has weights."""
     named = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
     length, found = named.get("minlength", 0), None
     if named.get("weights") is None and isinstance(length, int):
@@ -317,6 +317,6 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | No
 
 
 def _counts(x: object) -> torch.Tensor | None:
-    """How often a tensor has each number, if all of them are below one that is known."""
+    """The count of each number in a tensor, if they all have a known upper bound."""
     most = implications.bounded(node_of(x)) if isinstance(x, torch.Tensor) else None
     return None if most is None or not isinstance(x, torch.Tensor) else torch.nn.functional.one_hot(x.reshape(-1), most).sum(0)

@@ -25,12 +25,12 @@ class Masks:
     located: list[tuple[tuple[torch.Tensor, ...], torch.Tensor, int]] = field(default_factory=list)
 
     def note(self, mask: object, places: object) -> None:
-        """Remember where a mask is true: torch.where(mask)."""
+        """Remember the indices where a mask is true: torch.where(mask)."""
         if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and isinstance(places, tuple):
             self.located.append((places, mask, mask._version))
 
     def behind(self, index: object) -> object:
-        """The mask whose places an index has, if it was not written since: x[torch.where(mask)] is x[mask]."""
+        """The mask that an index lists the true places of, if it was not written since: x[torch.where(mask)] is x[mask]."""
         parts = index if isinstance(index, tuple) else (index,)
         for places, mask, version in self.located:
             same = len(parts) == len(places) and all(part is place for part, place in zip(parts, places, strict=True))
@@ -39,7 +39,7 @@ class Masks:
         return index
 
     def flat(self, x: object, index: object) -> tuple[object, object] | None:
-        """A tensor with its first dims in one, and the flat mask of them that has selected something before; else None.
+        """A tensor with its first dims flattened, and the flat form of the mask that has selected something before; else None.
 
         x[mask], after z[mask.view(-1)]        ->       x.view(-1, d)[mask.view(-1)]
         """
@@ -54,7 +54,7 @@ class Masks:
         return None
 
     def first_alike(self, index: object) -> object:
-        """The first mask that was computed as this one is and not written since; anything else as it is."""
+        """The first mask that was computed in the same way and not written since; anything else is returned unchanged."""
         if isinstance(index, tuple):
             return tuple(map(self.first_alike, index))
         node = node_of(index) if isinstance(index, torch.Tensor) and index.dtype is torch.bool else None
@@ -74,13 +74,13 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
 
 
 def slot_of(tensor: torch.Tensor) -> proxy_tensor._ProxyTensor | None:
-    """What the tracer knows of a tensor."""
+    """The tracer's slot for a tensor."""
     mode = proxy_tensor.get_proxy_mode()
     return proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
 
 
 def constant_of(node: fx.Node) -> torch.Tensor | None:
-    """The tensor that a node of the traced graph stands for, if that is a constant."""
+    """The constant tensor that a node of the traced graph stands for; None if it is not a constant."""
     mode = proxy_tensor.get_proxy_mode()
     root = getattr(mode.tracer, "root", None) if mode is not None and node.op == "get_attr" else None
     found = getattr(root, str(node.target), None)
@@ -88,7 +88,7 @@ def constant_of(node: fx.Node) -> torch.Tensor | None:
 
 
 def _writes_after(node: fx.Node) -> Iterator[bool]:
-    """Whether nodes that were traced later write in place, for each."""
+    """For each node traced after this one, whether it writes in place."""
     for one in reversed(node.graph.nodes):
         if one is node:
             return
@@ -96,7 +96,7 @@ def _writes_after(node: fx.Node) -> Iterator[bool]:
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes are results of pure operators that are equal but for the names of nodes, all the way back."""
+    """Whether two nodes are computed by the same pure operators from the same inputs, up to the names of nodes."""
     pairs: list[tuple[object, object]] = [(one, other)]
     seen: set[tuple[fx.Node, fx.Node]] = set()
     while pairs:
@@ -115,7 +115,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def pure(target: object) -> bool:
-    """Whether an operator gives the same for the same operands."""
+    """Whether an operator always gives the same results for the same operands."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

@@ -12,13 +12,13 @@ Numbers = dict[str, int]
 
 
 def same(one: Program, other: Program) -> bool:
-    """Whether two programs of one model have the same outputs, write the same, and draw as many random numbers for them."""
+    """Whether two programs of one model have equal outputs and writes, and draw as many random numbers for them."""
     known: Numbers = {}
     return _results(one, known) == _results(other, known)
 
 
 def _results(program: Program, known: Numbers) -> tuple[list[tuple[str, int]], list[int]]:
-    """The numbers of what leaves a program: its outputs by path, and what is written."""
+    """The numbers of a program's results: its outputs by path, and what it writes."""
     ops = live(program)
     found = numbers(program, ops, known)
     written = [found[op.results[0].name] for op in ops if writes(op)]
@@ -26,7 +26,7 @@ def _results(program: Program, known: Numbers) -> tuple[list[tuple[str, int]], l
 
 
 def numbers(program: Program, ops: Iterable[Op], known: Numbers) -> Numbers:
-    """The numbers of a program's values, as far as these of its ops compute them: see `equal_values.numbered`."""
+    """The numbers of a program's values, for those that these ops compute: see `equal_values.numbered`."""
     given = [name for name in program.values if name not in program.producer]
     return numbered(given, ops, program.values, known)
 

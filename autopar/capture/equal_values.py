@@ -18,7 +18,7 @@ from autopar.operators.facts import OpKind
 
 
 def broadcasts(builder: Builder, mask: Ref, flat: Ref, shape: Shape) -> bool:
-    """Whether a mask, broadcast to a shape, says of each of its leading places what a flat mask says of this row."""
+    """Whether a mask, broadcast to a shape, has in each leading place the value of a flat mask there."""
     values = builder.values
     if len(values[mask.name].shape) != len(shape):
         return False
@@ -31,7 +31,7 @@ def broadcasts(builder: Builder, mask: Ref, flat: Ref, shape: Shape) -> bool:
 
 
 def _root(builder: Builder, mask: Ref) -> tuple[Ref, bool]:
-    """The mask that a mask is, with dims of size 1 added at its end and expanded; and whether it is its opposite."""
+    """The mask behind one that only adds trailing dims of size 1 and expands; and whether it is negated."""
     made, values, opposite = _made(builder), builder.values, False
     while (op := made.get(mask.name)) is not None:
         before = values[op.operands[0]].shape if op.operands else ()
@@ -49,13 +49,13 @@ def _root(builder: Builder, mask: Ref) -> tuple[Ref, bool]:
 
 
 def reshaped(builder: Builder, one: Ref, other: Ref) -> bool:
-    """Whether two values of one shape are the same value, in whatever shapes it was meanwhile."""
+    """Whether two values of one shape are equal, up to reshapes in between."""
     made, values = _made(builder), builder.values
     return one == other or (values[one.name].shape == values[other.name].shape and whole(made, one) == whole(made, other))
 
 
 def counts(builder: Builder, lengths: Ref, flat: Ref, batch: int) -> bool:
-    """Whether lengths are how many places of each row of a mask are true, of which there is a flat form."""
+    """Whether lengths count the true places in each row of a mask, given its flat form."""
     op, values = _made(builder).get(lengths.name), builder.values
     if op is None or op.target != "aten.sum.dim_IntList":
         return False
@@ -72,7 +72,7 @@ def _alike(builder: Builder, one: Ref, other: Ref) -> bool:
 
 
 def whole(made: Mapping[str, Op], value: Ref) -> Ref:
-    """What a value was before its shape was changed."""
+    """The value before it was reshaped."""
     while (op := made.get(value.name)) is not None and row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME):
         value = Ref(op.operands[0])
     return value
@@ -83,16 +83,16 @@ def _made(builder: Builder) -> dict[str, Op]:
 
 
 def _numbers(builder: Builder) -> dict[str, int]:
-    """A number for each value, the same for values that are computed alike."""
+    """A number for each value; values that are computed in the same way have the same number."""
     made = _made(builder)
     return numbered([name for name in builder.values if name not in made], builder.ops, builder.values, {})
 
 
 def numbered(given: Iterable[str], ops: Iterable[Op], values: Mapping[str, Value], known: dict[str, int]) -> dict[str, int]:
-    """A number for each given value and each result of ops, equal where these compute the same of the same.
+    """A number for each given value and each result of ops, equal for equal computations on equal operands.
 
-    What draws random numbers, or writes, has one of its own, by its place among those that do. `known` are the numbers of texts
-    that say how values are computed, also those of other programs.
+    An op that draws random numbers, or writes, is numbered apart, by its position among such ops. `known` has the numbers of
+    the texts that describe how values are computed, including those of other programs.
     """
     found = {name: known.setdefault(f"given {name}", len(known)) for name in given}
     alone, roots = 0, dict[str, str]()
@@ -104,7 +104,7 @@ def numbered(given: Iterable[str], ops: Iterable[Op], values: Mapping[str, Value
         formula = f"{op.target} {substitute(op.args, number)} {[(name, substitute(one, number)) for name, one in op.kwargs]}"
         if torch.Tag.nondeterministic_seeded in overload(op.target).tags or writes(op):
             formula, alone = f"{formula} alone {alone}", alone + 1
-        if row_of(op).kind is OpKind.RESHAPE:  # there and back is nothing
+        if row_of(op).kind is OpKind.RESHAPE:  # reshaping back and forth changes nothing
             (before,), (result,) = op.operands[:1], op.results
             roots[result.name] = root = roots.get(before, before)
             if result.shape == values[root].shape:

@@ -1,7 +1,7 @@
 """Recognises loops over experts in a program: for each expert the rows of its tokens are taken, computed and put back.
 
 mask of expert e       eq(chosen, e), or one_hot(chosen)[..., e]; any(eq(chosen, e), -1) of tokens that chose it anywhere
-chosen                 the places of the largest of so many scores as there are experts
+chosen                 the indices of the largest of as many scores as there are experts
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopar.operators.facts import Alias, OpKind
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """An exit of rows, of the tokens (n) that have chosen (n, k), or (n), an expert: `dims` are those of the mask for n and k.
+    """An exit of rows, for the tokens (n) that chose an expert (n, k), or (n): `dims` are the dims of the mask for n and k.
 
-    The mask may also be of tokens that have chosen it in any place, once.
+    The mask may also be true once for each token that chose the expert in any place.
     """
 
     exit: Exit
@@ -33,7 +33,7 @@ class Expert:
 
 
 def loops(program: Program, selections: Selections) -> Iterator[list[Expert]]:
-    """The exits of rows that follow each other, one for every expert that tokens can choose."""
+    """The consecutive exits of rows that have one for every expert that tokens can choose."""
     chain, made = list[Expert](), program.producer
     for one in selections.exits:
         expert = _expert(program, one)
@@ -47,7 +47,7 @@ def loops(program: Program, selections: Selections) -> Iterator[list[Expert]]:
 
 
 def _expert(program: Program, one: Exit) -> Expert | None:
-    """The expert whose rows an exit puts back; None where its mask is another than that of the tokens that chose one."""
+    """The expert whose rows an exit puts back; None unless its mask is true for the tokens that chose one expert."""
     selection, made, values = one.places.selection, program.producer, program.values
     op = made.get(selection.mask.name)
     while op is not None and (row_of(op).kind in (OpKind.RESHAPE, OpKind.SAME) or aten(op.target) == "permute"):
@@ -91,7 +91,7 @@ def _expert(program: Program, one: Exit) -> Expert | None:
 
 
 def _said(op: Op | None) -> Argument:
-    """The number that a tensor of one element is filled with."""
+    """The number that fills a one-element tensor."""
     fills = row_of(op).fills if op is not None else None
     if op is None or fills is None or math.prod(op.results[0].shape) != 1:
         return None
@@ -99,9 +99,9 @@ def _said(op: Op | None) -> Argument:
 
 
 def _classes(program: Program, chosen: Ref) -> int | None:
-    """Among how many experts tokens choose: the places of a dim."""
+    """How many experts tokens choose from: the size of the dim that `chosen` indexes."""
     op = program.producer.get(chosen.name)
-    while op is not None and (row_of(op).alias is not Alias.NEVER or row_of(op).kind is OpKind.SAME):  # a part of them, too
+    while op is not None and (row_of(op).alias is not Alias.NEVER or row_of(op).kind is OpKind.SAME):  # part of them
         chosen = Ref(op.operands[0])
         op = program.producer.get(chosen.name)
     if op is None or row_of(op).kind is not OpKind.PLACES or op.results[-1].name != chosen.name:
@@ -111,7 +111,7 @@ def _classes(program: Program, chosen: Ref) -> int | None:
 
 
 def _distinct(program: Program, chosen: Ref) -> bool:
-    """Whether each token chooses an expert once: the places of the largest values in the last dim."""
+    """Whether each token chooses an expert at most once: the indices of the largest values in the last dim."""
     op, values = program.producer.get(chosen.name), program.values
     while (
         op is not None and row_of(op).kind is OpKind.RESHAPE and values[op.operands[0]].shape[-1:] == op.results[0].shape[-1:]
