@@ -3,9 +3,9 @@
     torch.vmap(lambda row: row.sin() @ w)(x)        ->        sin(x) @ w
     torch.func.grad(lambda x: x.sin().sum())(x)     ->        mul(expand(ones), cos(x))
 
-torch.export records the levels of a transform, which are no operators. Here the function is traced apart, below them, on the
-tensors that it is given; what that found is what the model calls. Tensors that the function reads from around it stay the
-model's own. It is the functions behind those of `torch.func` that are replaced, since a model may have imported the latter.
+torch.export records the levels of a transform, which are no operators. Instead, the function is traced separately on its actual
+operands, below those levels, and the model calls the resulting operators. Tensors that the function closes over remain the
+model's own. The implementations behind `torch.func` are replaced, since a model may have imported its functions by name.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _Function = Callable[..., Any]
 
 
 class Transforms:
-    """The transforms of one tracing: the outermost calls in this thread are traced apart."""
+    """The transforms of one tracing: the outermost calls in this thread are traced separately."""
 
     def __init__(self) -> None:
         self._thread, self._inside = threading.get_ident(), False
-        self._forward = False  # whether what is traced is differentiated in forward mode
+        self._forward = False  # whether what is traced uses forward-mode differentiation
 
     def replaced(self) -> Iterator[tuple[ModuleType, str, _Function]]:
-        """Where torch has the functions behind its transforms, and what to put there."""
+        """The implementations behind torch's transforms, as (owner, name), each with its replacement."""
         yield apis, "vmap_impl", self.apart(vmap.vmap_impl)
         for name in ("grad_impl", "grad_and_value_impl", "_jvp_with_argnums"):
             yield eager_transforms, name, self.apart(getattr(eager_transforms, name))
@@ -49,7 +49,7 @@ class Transforms:
         yield torch.func, "linearize", self.refused(torch.func.linearize, "torch.func.jvp, which computes the same tangents")
 
     def apart(self, original: _Function) -> _Function:
-        """A transform with its function and its arguments, as the operators that it calls."""
+        """A transform, applied to its function and arguments, as the operators that it calls."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
@@ -71,7 +71,7 @@ class Transforms:
         return called
 
     def pulled_back(self, original: _Function) -> _Function:
-        """`vjp`, whose second result runs the function once more, since it is called later."""
+        """`vjp`, whose second result is called later and so runs the function again."""
 
         def called(func: _Function, *primals: Any, **options: Any) -> Any:
             if self._inside or threading.get_ident() != self._thread:
@@ -93,7 +93,7 @@ class Transforms:
         return called
 
     def refused(self, original: _Function, instead: str) -> _Function:
-        """A transform that asks for numbers."""
+        """A transform that needs concrete numbers, replaced by an error."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
@@ -104,7 +104,7 @@ class Transforms:
         return called
 
     def _run(self, function: _Function, tensors: list[torch.Tensor]) -> Any:
-        """What a function of tensors calls, called."""
+        """Trace a function of tensors and call the resulting operators."""
         self._forward = False
         found = self._traced(function, tensors, norms=True)
         if self._forward:
@@ -125,10 +125,10 @@ class Transforms:
 
 @functools.cache
 def _spelt(norms: bool) -> Mapping[torch._ops.OpOverload, _Function]:
-    """The operators that torch can decompose and that have no rule.
+    """Decompositions for operators that torch can decompose and that have no rule.
 
-    With norms, whose statistics have no gradient, and whose backward leaves out results that are not asked for. In forward mode
-    torch itself takes the statistics for constants.
+    With `norms` also for norms, whose statistics have no gradient, and whose backward omits results that are not requested. In
+    forward mode, torch itself treats the statistics as constants.
     """
     pure = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable]
     found = {op for op in pure if re.search("native_(layer|group|batch)_norm|_fused_rms_norm", op._schema.name)}
@@ -136,7 +136,7 @@ def _spelt(norms: bool) -> Mapping[torch._ops.OpOverload, _Function]:
 
 
 class _Replay(fx.Interpreter):
-    """Calls what was traced; raises CaptureError where a result without a gradient, of an operator that has one, is read."""
+    """Calls what was traced; raises CaptureError where a result without gradient is read of an operator that has one."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

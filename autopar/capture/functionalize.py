@@ -34,7 +34,7 @@ class Storage:
 
 @dataclass(slots=True, kw_only=True)
 class View:
-    """How a tensor views another one: result `index` of `target(parent, *rest)`, whose results have these shapes."""
+    """A tensor as a view of another: result `index` of `target(parent, *rest)`, whose results have these shapes."""
 
     parent: Handle
     target: str
@@ -54,38 +54,38 @@ class Handle:
     seen: int = 0
 
 
-Held = Handle | tuple["Held", ...] | Argument  # what a node of the traced graph stands for
+Held = Handle | tuple["Held", ...] | Argument  # what a node of the traced graph maps to
 
 
 def replaced(held: Held, old: Handle, new: Handle) -> Held:
-    """What a node stands for, with one tensor in the place of another."""
+    """What a node maps to, with one tensor replaced by another."""
     if isinstance(held, tuple):
         return tuple(replaced(part, old, new) for part in held)
     return new if held is old else held
 
 
 def upwards(handle: Handle) -> Iterator[Handle]:
-    """A tensor, the one that it is a view of, and so on."""
+    """A tensor, the tensor that it is a view of, and so on up to the root."""
     yield handle
     if handle.view is not None:
         yield from upwards(handle.view.parent)
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What `tensor.data` is while it is traced: detached, and twice from a gradient; a tensor that was not traced is itself, as
-    torch.export fails for a constant of which nothing is used."""
+    """`tensor.data` while tracing: the tensor detached, and twice if it has a gradient; an untraced tensor stays as it is,
+    since torch.export fails on constants of which nothing is used."""
     if tensor.requires_grad:
         return tensor.detach().detach()
     return tensor if node_of(tensor) is None else tensor.detach()
 
 
 def detached(handle: Handle) -> int:
-    """How often a tensor was detached from what it shares memory with: see `data_of`."""
+    """How often a tensor was detached from the one that it shares memory with: see `data_of`."""
     return sum(one.view is not None and aten(one.view.target) == "detach" for one in upwards(handle))
 
 
 def read(handle: Handle) -> Ref:
-    """The present value of a tensor; a stale view is computed again."""
+    """The current value of a tensor; a stale view is recomputed."""
     if handle.seen != handle.storage.version and handle.view is not None:
         handle.ref = handle.view.take(read(handle.view.parent))
         handle.seen = handle.storage.version
@@ -93,14 +93,14 @@ def read(handle: Handle) -> Ref:
 
 
 def straight_through(new: Ref, old: Ref, emit: Emit) -> Ref:
-    """The values of one tensor with the gradient of another: what autograd has after a write that it does not hear of."""
-    nothing = emit("aten.sub.Tensor", (old, emit("aten.detach.default", (old,))))  # zeros; of infinities no number
+    """One tensor's values with another's gradient: autograd's view of a write that it does not see."""
+    nothing = emit("aten.sub.Tensor", (old, emit("aten.detach.default", (old,))))  # zeros, but NaN for infinities
     return emit("aten.add.Tensor", (new, emit("aten.nan_to_num.default", (nothing,))))
 
 
 def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> None:
-    """Assign a new value to a tensor, and with it to every tensor that aliases it; what has a gradient keeps that it had where
-    the tensor has none.
+    """Assign a new value to a tensor, and so to every tensor that aliases it; an alias with a gradient keeps it if this tensor
+    has none.
 
     Raises LookupError for a view whose inverse is not known.
     """
@@ -119,7 +119,7 @@ def write(handle: Handle, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -
 
 
 def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref], Value]) -> Ref:
-    """The parent of a view after the view was given the value `new`."""
+    """The parent of a view after the value `new` was written to the view."""
     name, rule = aten(view.target), rule_of(view.target)
     kind = rule.kind if rule else None
     whole = value(parent).shape
@@ -151,7 +151,7 @@ def scatter(view: View, parent: Ref, new: Ref, emit: Emit, value: Callable[[Ref]
 def _complex(name: str, parent: Ref, new: Ref, rest: tuple[Argument, ...], emit: Emit, rank: int) -> Ref:
     """Write a part of a complex tensor through real views, since torch cannot differentiate the complex scatter.
 
-    Their real and imaginary parts stand in a last dim, so that dims that are counted from the end are one further.
+    The views end with a dim for the real and imaginary parts, so dims counted from the end shift by one.
     """
     dims = 2 if name == "diagonal" else 1
     first = 1 if name == "diagonal" else 0  # the diagonal's offset comes before its dims

@@ -20,7 +20,7 @@ SETTING = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # t
 
 
 def refuse_frozen(args: tuple[object, ...], given: dict[str, object], frame: FrameType) -> None:
-    """Raise CaptureError for a call that freezes a parameter, or trains one that is frozen: a graph has each of one kind."""
+    """Raise CaptureError if forward freezes or unfreezes a parameter: in a graph, a parameter is always one or the other."""
     asked = given.get("requires_grad", args[1] if len(args) > 1 else True)
     if isinstance(args[0], nn.Parameter) and args[0].requires_grad != asked:
         raise CaptureError(
@@ -31,10 +31,10 @@ def refuse_frozen(args: tuple[object, ...], given: dict[str, object], frame: Fra
 
 
 def replaced() -> list[tuple[type, str, Any]]:
-    """What stands in the place of the methods of `torch.inference_mode` in this thread: those of `torch.no_grad`, which stop
-    gradients as well, and which torch.export sees."""
+    """Replacements of the methods of `torch.inference_mode` for this thread, by those of `torch.no_grad`, which also disable
+    gradients, and which torch.export sees."""
     tracing, inference = threading.get_ident(), torch.inference_mode
-    entered: list[torch.no_grad | torch.enable_grad | None] = []  # None of those that torch itself enters
+    entered: list[torch.no_grad | torch.enable_grad | None] = []  # None for those that torch itself enters
     enter, leave = inference.__enter__, inference.__exit__
 
     def entering(self: torch.inference_mode) -> object:
@@ -53,14 +53,14 @@ def replaced() -> list[tuple[type, str, Any]]:
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """The frame that enters a context, behind what makes a decorator of it."""
+    """The frame that enters a context, past the code that turns a context into a decorator."""
     while frame.f_code.co_filename == _contextlib.__file__ and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def asking(original: Callable[[], bool]) -> Callable[[], bool]:
-    """`torch.is_grad_enabled`, with a warning where forward asks; torch's own modules choose between equal ways by it."""
+    """`torch.is_grad_enabled`, with a warning if forward calls it; torch's modules use it only to choose between equal ways."""
     tracing = threading.get_ident()
 
     def is_grad_enabled() -> bool:

@@ -1,15 +1,15 @@
 """Rewrites a loop over experts as grouped products: each token goes only to the experts that it chose.
 
-In the program of a loop every expert computes with all tokens, and what it makes of those that did not choose it is left out
-(`autopar.capture.selected_places`). Where the experts of a loop do the same with weights of their own, tokens are sorted by
-expert, and each product of all experts is one of groups of rows:
+In the program of a loop, every expert processes all tokens, and results for tokens that did not choose it are dropped
+(`autopar.capture.selected_places`). If the experts of a loop differ only in their weights, tokens are sorted by expert, and the
+products of all experts become one grouped product:
 
     for e in range(n):                            keys, order = sort(chosen.flatten())
         i, k = where(chosen == e)                 r = x[order // 2]
         y[i] += linear(x[i], w[e])         ->     r = grouped_mm(r, stack(w).mT, ends of the groups in keys)
                                                   y = y + sum(r[inverse of order].view(n, 2, d), 1)
 
-That is what libraries write by hand (transformers' `grouped_mm`), and known to rules: it may split over experts or over tokens.
+Libraries write the same by hand (transformers' `grouped_mm`), and it has rules: it can be split over experts or over tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from autopar.operators.facts import OpKind
 
 
 class Different(Exception):
-    """The experts of a loop do not do the same."""
+    """The experts of a loop do not run the same operators."""
 
 
 def grouped(program: Program, selections: Selections) -> Program:
-    """A program in which loops over experts are groups, if all experts are in them and do the same; else as it is."""
+    """A program in which loops over experts are grouped products, if a loop has all experts and they match; else unchanged."""
     found = list(loops(program, selections))
     if not found:
         return program
@@ -54,7 +54,7 @@ def grouped(program: Program, selections: Selections) -> Program:
 
 
 class _Grouping(Rewriter):
-    """Appends the groups of a loop behind it; what nothing needs any more is left out at the end."""
+    """Appends the grouped form of a loop behind it; dead code is removed at the end."""
 
     def __init__(self, old: Program, selections: Selections) -> None:
         super().__init__(old)
@@ -62,7 +62,7 @@ class _Grouping(Rewriter):
         self.numbers = numbers(old, old.ops, {})
 
     def group(self, op: Op, loop: list[Expert]) -> None:
-        """The result of a loop, whose last op this is, by groups; as it was, if its experts differ."""
+        """Replace the result of a loop, which ends with this op, by its grouped form; leave it alone if its experts differ."""
         count, values, counts = len(self.ops), dict(self.values), self._count.copy()
         try:
             self.forward(op.results[0].name, _Group(self, op, loop).result())
@@ -73,7 +73,7 @@ class _Grouping(Rewriter):
 
 
 class _Group:
-    """One loop as groups: its values are of all experts, with the rows of the tokens in the order of their experts."""
+    """One loop as grouped products: its values cover all experts, with rows of tokens sorted by expert."""
 
     def __init__(self, rewriter: _Grouping, at: Op, loop: Sequence[Expert]) -> None:
         self.rewriter, self.at, self.loop = rewriter, at, sorted(loop, key=lambda expert: expert.number)
@@ -82,18 +82,18 @@ class _Group:
         self.longer = len(shape) > len(self.dims)  # there are more rows than tokens
         self.picks = shape[-1] if len(shape) > 1 else 1
         self.tokens = math.prod(shape) // self.picks
-        self.known: dict[tuple[str, ...], Ref] = {}  # values of all experts, by their names
+        self.known: dict[tuple[str, ...], Ref] = {}  # stacked values of all experts, by their names
         if any(expert.dims != self.dims for expert in loop) or not self.equal([expert.chosen for expert in loop]):
             raise Different
         flat = self.one("aten.reshape.default", self.new(self.chosen), (self.tokens * self.picks,))
         self.keys, self.order = self.several("aten.sort.default", flat)
         self.token = self.one("aten.floor_divide.default", self.order, self.picks) if len(shape) > 1 else self.order
-        wide = self.one("aten.to.dtype", self.keys, torch.float64)  # histc counts no integers on a CPU
+        wide = self.one("aten.to.dtype", self.keys, torch.float64)  # histc does not support integers on the CPU
         counts = self.one("aten.histc.default", wide, len(loop), 0, len(loop) - 1)
         self.ends = self.one("aten.cumsum.default", self.one("aten.to.dtype", counts, torch.int32), 0, dtype=torch.int32)
 
     def result(self) -> Ref:
-        """What the loop made."""
+        """The result of the loop."""
         exits = [expert.exit for expert in self.loop]
         into = min(self.loop, key=lambda expert: self.place(expert.exit)).exit.into
         adds = exits[0].adds
@@ -114,11 +114,11 @@ class _Group:
         return self.one("aten.add.Tensor", self.new(into), back) if adds else back
 
     def place(self, one: Exit) -> int:
-        """The place of an exit in the loop."""
+        """The position of an exit in the loop."""
         return self.rewriter.selections.exits.index(one)
 
     def rows(self, experts: Sequence[Ref]) -> Ref:
-        """Rows of the experts, one value for each, as one."""
+        """The rows of the experts, given as one value for each, as a single value."""
         selections = self.rewriter.selections
         names = tuple(selections.unmasked(one).name for one in experts)
         if names in self.known:
@@ -138,7 +138,7 @@ class _Group:
         return self.known[names]
 
     def taken(self, entrances: Sequence[tuple[Ref, Places]]) -> Ref:
-        """The rows of a tensor for the tokens in their order."""
+        """The rows of a tensor for the tokens, sorted by expert."""
         (x, places), selections = entrances[0], [expert.exit.places.selection for expert in self.loop]
         alike = all((at.dims, at.front) == (places.dims, places.front) for _, at in entrances)
         if not alike or any(at.selection is not of for (_, at), of in zip(entrances, selections, strict=True)):
@@ -160,7 +160,7 @@ class _Group:
         return self.one("aten.index.Tensor", self.one("aten.reshape.default", now, flat), (*before, self.order))
 
     def own_weight(self, weights: Sequence[Ref]) -> Ref:
-        """A number of each token for each expert (n, e), or for each that it chose (n, k), of which an expert takes its own."""
+        """Each expert's weights of its tokens, from a tensor for all experts (n, e), or for those that a token chose (n, k)."""
         made = [self.rewriter.old.producer.get(one.name) for one in weights]
         ops = [op for op in made if op is not None]
         if len(ops) < len(made):
@@ -174,7 +174,7 @@ class _Group:
             of_all = self.one("aten.index.Tensor", self.new(Ref(ops[0].operands[0])), (self.token,))
             return self.one("aten.squeeze.dim", self.own_column(of_all), 1)
         sums = all(op.target == "aten.sum.dim_IntList" and op.args[1:] in (((-1,),), ((1,),)) for op in ops)
-        if not sums or not self.longer:  # where there are no more rows than tokens, these may choose an expert twice
+        if not sums or not self.longer:  # unless there are more rows than tokens, one may choose an expert twice
             raise Different
         products = [self.rewriter.old.producer.get(op.operands[0]) for op in ops]
         pairs = [op.args for op in products if op is not None and op.target == "aten.mul.Tensor" and not op.kwargs]
@@ -189,7 +189,7 @@ class _Group:
         raise Different
 
     def chooses(self, mask: Argument, expert: Expert) -> bool:
-        """Whether a value says where an expert is chosen, as the loop's own masks do."""
+        """Whether a value is true exactly where an expert is chosen, like the loop's own masks."""
         op = self.rewriter.old.producer.get(mask.name) if isinstance(mask, Ref) else None
         while op is not None and row_of(op).kind in (OpKind.CAST, OpKind.SAME):
             op = self.rewriter.old.producer.get(op.operands[0])
@@ -198,13 +198,13 @@ class _Group:
         return self.equal([Ref(op.operands[0]), self.chosen])
 
     def own_column(self, rows: Ref) -> Ref:
-        """The column (rows, 1) of each row's own expert, of one for each."""
+        """From a tensor with one column per expert, the column (rows, 1) of each row's own expert."""
         if len(self.shape(rows)) != 2:
             raise Different
         return self.one("aten.gather.default", rows, 1, self.one("aten.unsqueeze.default", self.keys, 1))
 
     def column(self, ops: Sequence[Op]) -> Ref | None:
-        """What an op takes if it is the column of its expert: x[:, e], or x[:, e : e + 1]; None for any other."""
+        """The operand's column if each expert takes its own, by x[:, e] or x[:, e : e + 1]; None otherwise."""
         if any(not isinstance(op.args[0], Ref) for op in ops):
             return None
         ends = [(op.target, *op.args[1:]) for op in ops]
@@ -219,7 +219,7 @@ class _Group:
         return self.rewriter.old.values[name]
 
     def op(self, ops: Sequence[Op]) -> tuple[Ref, ...]:
-        """The results of an op that all experts have."""
+        """The results of an op that all experts run."""
         first = ops[0]
         if (column := self.column(ops)) is not None:
             return (column,)
@@ -246,7 +246,7 @@ class _Group:
         return op.target, len(op.args), [name for name, _ in op.kwargs]
 
     def merged(self, arguments: Sequence[Argument]) -> Argument:
-        """An argument of all experts as one: rows, what they share, a number, or a value that each has of its own."""
+        """An argument of all experts, merged: rows, a shared value, a number, or a separate value for each expert."""
         if all(isinstance(one, tuple) for one in arguments):
             if len({len(one) for one in arguments}) > 1:  # type: ignore[arg-type]
                 raise Different
@@ -266,30 +266,30 @@ class _Group:
         return arguments[0]
 
     def equal(self, values: Sequence[Ref]) -> bool:
-        """Whether values are computed alike of the same."""
+        """Whether these values are equal, by value numbering."""
         return len({self.rewriter.numbers[one.name] for one in values}) == 1
 
     def product(self, x: Ref, matrices: Ref) -> Ref:
-        """Each group of rows times the matrix of its expert."""
+        """Multiply each group of rows by the matrix of its expert."""
         operands = [self.rewriter.values[one.name] for one in (x, matrices)]
         if [len(one.shape) for one in operands] != [2, 3]:
             raise Different
         return self.one(torchs(DOUBLE[GROUPED], operands), x, matrices, self.ends)
 
     def biased(self, x: Ref, bias: Argument = None) -> Ref:
-        """Rows with a vector added, that of their expert or of all."""
+        """Rows plus a vector, either that of their expert or a shared one."""
         if bias is None:
             return x
         return self.one("aten.add.Tensor", x, self.of_tokens(bias) if isinstance(bias, _Each) else bias)
 
     def of_tokens(self, experts: _Each) -> Ref:
-        """A vector of each expert, for each of its tokens."""
+        """Each token's vector, from one vector per expert."""
         if len(self.shape(experts[0])) != 1:
             raise Different
         return self.one("aten.index_select.default", self.stack(experts), 0, self.keys)
 
     def stack(self, experts: _Each) -> Ref:
-        """Values of the experts in one."""
+        """The values of the experts, stacked."""
         names = ("stack", *(one.name for one in experts))
         if names not in self.known:
             self.known[names] = self.one("aten.stack.default", tuple(experts), 0)
@@ -304,14 +304,14 @@ class _Group:
         return found
 
     def one(self, target: str, *args: Argument, **kwargs: Argument) -> Ref:
-        """The result of an op with one."""
+        """The only result of an op."""
         return self.several(target, *args, **kwargs)[0]
 
     def several(self, target: str, *args: Argument, **kwargs: Argument) -> tuple[Ref, ...]:
-        """The results of an op, at the place of the loop's last one."""
+        """The results of an op, placed where the loop ended."""
         at = self.at
         return self.rewriter.emit(target, args, tuple(kwargs.items()), module=at.module, source=at.source)
 
 
 class _Each(tuple[Ref, ...]):
-    """A value that every expert has of its own."""
+    """Separate values for the experts, one each."""

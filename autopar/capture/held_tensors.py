@@ -31,19 +31,19 @@ Replace = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor that a module holds as plain Python value: in an attribute, or in a container or object there.
+    """A tensor that a module holds as a plain Python value: in an attribute, or in a container or object there.
 
-    `varies` says of one that forward made that it would be another one in another call.
+    `varies` says whether a tensor that forward made would differ in another call.
     """
 
     tensor: torch.Tensor
-    put: Replace  # another one in its place
+    put: Replace  # puts another tensor in its place
     varies: bool = False
 
 
 def held_tensors(model: nn.Module, *, outside: bool = False) -> Mapping[str, HeldTensor]:
-    """The tensors that the modules of a model hold beside parameters and buffers, by dotted name; those that its classes and
-    files hold too, if they are asked for."""
+    """The tensors that the modules of a model hold besides parameters and buffers, by dotted name; with `outside`, also those
+    that its classes and files hold."""
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {
         name: HeldTensor(tensor=tensor, put=_putting(place, put))
@@ -54,7 +54,7 @@ def held_tensors(model: nn.Module, *, outside: bool = False) -> Mapping[str, Hel
 
 
 def _putting(place: Place, put: Replace) -> Replace:
-    """Put a tensor into a place, or into the value there, which torch.export may have replaced by a copy."""
+    """Put a tensor into a place, or into the value there, of which torch.export may have put a copy there."""
 
     def placed(tensor: torch.Tensor) -> None:
         place.put(place.value)
@@ -66,7 +66,7 @@ def _putting(place: Place, put: Replace) -> Replace:
 def _tensors(
     value: object, name: str, put: Callable[[object], object], depth: int = MOST_NESTED, room: int = MOST_IN_ALL
 ) -> Iterator[tuple[str, torch.Tensor, Replace]]:
-    """The tensors in a value, each with its name, and with what puts another one in its place; `put` does so for the value."""
+    """The tensors in a value, each with its name and a function that replaces it; `put` replaces the value itself."""
     if isinstance(value, torch.Tensor):
         yield name, value, put
         return
@@ -88,6 +88,6 @@ def _tensors(
 
 
 def _in_tuple(value: tuple[object, ...], place: int, put: Callable[[object], object], part: object) -> None:
-    """Put a tuple with another part in the place of this one."""
+    """Replace a tuple by one with a different part at this position."""
     kind, parts = type(value), [*value[:place], part, *value[place + 1 :]]
     put(getattr(kind, "_make", kind)(parts))

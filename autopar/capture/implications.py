@@ -1,11 +1,11 @@
 """Checks, by trying values, that a selection has no rows whenever a condition says so.
 
-    counts = one_hot(chosen, 4).sum((0, 1))          of values of `chosen`, counts[2] > 0 is False
-    if counts[2] > 0:                                only where chosen == 2 is true nowhere
-        i, k = where(chosen == 2)
+        counts = one_hot(chosen, 4).sum((0, 1))          for some values of `chosen`, counts[2] > 0 is False:
+        if counts[2] > 0:                                only if chosen == 2 is true nowhere
+            i, k = where(chosen == 2)
 
-Question and mask are computed from integers and truth values, back to those that come from something else: an input, what a
-router chose. These are given values: each number and each truth value in a single place, many of them, none at all.
+Question and mask are traced back through integers and truth values to their sources, such as an input or the choice of a
+router. These are filled with trial values: each number and each truth value in a single place, many of them, none at all.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Values = dict[fx.Node, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A node whose truth value decides a branch, and what it is where there are rows."""
+    """A node whose truth value decides a branch, and its value if there are rows."""
 
     node: fx.Node
     some: bool
 
 
 def question(node: fx.Node) -> Question | None:
-    """What a node asks that follows from counts of integers or truth values: what it is where they are not all 0.
+    """The question that a node asks about counts of integers or truth values: its answer where they are not all 0.
 
-    None for a node that is no such question, or in which something else is compared.
+    None if it is not such a question, or if it depends on anything else.
     """
     computed, counts = _integers([node], ends=_reduces)
     if not counts or not all(map(_reduces, counts)) or node.meta["val"].numel() != 1:
@@ -57,19 +57,19 @@ def question(node: fx.Node) -> Question | None:
 
 
 def implied(below: Sequence[tuple[Question, fx.Node]]) -> list[bool]:
-    """For each question and mask, whether the mask is true nowhere whenever the question says "none", as far as tried."""
+    """For each question and mask, whether in all trials the mask is false everywhere when the question says "none"."""
     computed, given = _integers([node for question, mask in below for node in (question.node, mask)])
     if not below or any(_written(node) & {*computed, *given} for node in below[0][1].graph.nodes):
         return [False] * len(below)
     most = max((leaf for node in computed for leaf in pytree.tree_leaves(node.args) if type(leaf) is int), default=1)
-    for high in (most + 1, most):  # the number of classes is no class
+    for high in (most + 1, most):  # the number of classes itself may be no valid class
         if (found := untraced(lambda high=high: _tried(below, computed, given, min(max(high, 2), MOST)))) is not None:  # type: ignore[misc]
             return found
     return [False] * len(below)
 
 
 def possible(mask: fx.Node) -> int:
-    """How many of the first places of a mask of one dim may be true: without classes beyond those that were chosen among."""
+    """How many leading places of a 1-d mask may be true: not those of classes beyond the ones to choose from."""
     computed, given = _integers([mask])
     count, high = int(mask.meta["val"].shape[0]), _below(given[0]) if len(given) == 1 else None
     if high is None or high >= count:
@@ -88,7 +88,7 @@ def possible(mask: fx.Node) -> int:
 
 
 def _tried(below: Sequence[tuple[Question, fx.Node]], computed: list[fx.Node], given: list[fx.Node], high: int) -> list[bool]:
-    """What `implied` says, for numbers below `high` where it is not known how large they can be."""
+    """The result of `implied`, trying numbers below `high` where no bound is known."""
     generator = torch.Generator().manual_seed(0)
     holds, seen = [True] * len(below), [False] * len(below)
     for sample in range(SAMPLES):
@@ -105,9 +105,9 @@ def _tried(below: Sequence[tuple[Question, fx.Node]], computed: list[fx.Node], g
 def _integers(
     results: Sequence[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes of integers and truth values that these are computed from, in order: those that such compute, and the others.
+    """The nodes of integers and truth values that these depend on, in order: those computed from such nodes, and the sources.
 
-    One that `ends` is of the others.
+    A node for which `ends` holds counts as a source.
     """
     computed, given, waiting = set[fx.Node](), set[fx.Node](), list(results)
     while waiting:
@@ -125,7 +125,7 @@ def _integers(
 
 
 def _integral(node: fx.Node) -> bool:
-    """Whether a node is a tensor of integers or truth values, of a size that is known, or a list of such."""
+    """Whether a node is a tensor of integers or truth values with a known size, or a list of such."""
     traced = node.meta.get("val")
     return bool(traced is not None) and all(
         isinstance(one, torch.Tensor)
@@ -144,7 +144,7 @@ def _run(node: fx.Node, values: Values) -> torch.Tensor:
 
 
 def _drawn(node: fx.Node, sample: int, high: int, generator: torch.Generator) -> torch.Tensor:
-    """Values of a tensor: one that fills it and others, each in one place, for which there are places; or a few everywhere."""
+    """Trial values: one number everywhere, with others in one place each as long as there are places; or a few at random."""
     traced = node.meta["val"]
     high, count = 2 if traced.dtype is torch.bool else high, traced.numel()
     values = (torch.randperm(high, generator=generator) + sample) % high
@@ -159,7 +159,7 @@ def _drawn(node: fx.Node, sample: int, high: int, generator: torch.Generator) ->
 
 
 def _below(node: fx.Node) -> int | None:
-    """What integers are below that are places of a dim, as topk returns them; None for others."""
+    """The upper bound of integers that index a dim, as topk returns them; None for others."""
     source = node.args[0] if node.target is operator.getitem else node
     rule = rule_of(str(source.target)) if isinstance(source, fx.Node) else None
     if rule is None or rule.kind is not OpKind.PLACES or not isinstance(source, fx.Node):
@@ -175,14 +175,14 @@ def _below(node: fx.Node) -> int | None:
 
 
 def _reduces(node: fx.Node) -> bool:
-    """Whether a node makes fewer numbers of those of a tensor, and is no view of them."""
+    """Whether a node reduces a tensor to fewer numbers, other than by a view."""
     sizes = [one.meta["val"].numel() for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
     traced = node.meta.get("val")
     return isinstance(traced, torch.Tensor) and bool(sizes) and traced.numel() < max(sizes) and not views(node)
 
 
 def views(node: fx.Node) -> bool:
-    """Whether a node has the values of its first operand, or some of them."""
+    """Whether a node has the values of its first operand, or some of them, unchanged."""
     rule = rule_of(str(node.target))
     return rule is not None and (rule.alias is not Alias.NEVER or rule.kind in (OpKind.SAME, OpKind.CAST))
 
@@ -194,7 +194,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
 
 
 def bounded(node: fx.Node | None) -> int | None:
-    """What the numbers of a traced tensor are below, if they are places of a dim, in whatever shape."""
+    """The upper bound of a traced tensor's numbers, if they index a dim, however reshaped; else None."""
     while node is not None and views(node):
         node = node.all_input_nodes[0]
     return None if node is None else _below(node)

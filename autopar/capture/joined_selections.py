@@ -3,7 +3,7 @@
 ones(count)                                            one number in all rows
 edges = cat([edges[:, first != second], loops], 1)     the rows of both, selected where the mask is true or a loop stands
 x.scatter_add(0, index, rows)                          rows that are not selected are zeros
-x.scatter_reduce(0, index, rows, "amax")               rows that are not selected go to a place of their own, which is cut off
+x.scatter_reduce(0, index, rows, "amax")               rows that are not selected go to an extra place, which is cut off
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def filled(op: SelectedOp, target: str, named: Named) -> tuple[Ref, ...] | None:
-    """A tensor of one number that has as many rows as are selected; None for anything else."""
+    """A constant tensor with as many rows as are selected; None for other nodes."""
     rule = rule_of(target)
     if rule is None or rule.fills is None:
         return None
@@ -33,9 +33,9 @@ def filled(op: SelectedOp, target: str, named: Named) -> tuple[Ref, ...] | None:
 
 
 def joined(op: SelectedOp, args: tuple[Argument, ...]) -> tuple[Ref, ...] | None:
-    """Tensors one after the other along the dim that holds the rows of selections; None for what joins no rows so.
+    """The concatenation of tensors along the dim that holds the rows of selections; None for any other node.
 
-    Raises CaptureError where the same number of rows is that of others, in another order: nothing tells them apart.
+    Raises CaptureError if other parts, or in another order, have the same number of rows: nothing tells them apart.
     """
     found, selections = op.node.meta.get("val"), op.selections
     if str(op.node.target) != "aten.cat.default" or not isinstance(found, torch.Tensor):
@@ -69,7 +69,7 @@ def _mask(op: SelectedOp, part: Selection | int) -> Ref:
 
 
 def scattered(op: SelectedOp, target: str, named: Named) -> tuple[Ref, ...] | None:
-    """A tensor without rows, after rows were scattered into it by an index of the same rows; None for anything else."""
+    """A tensor without rows, after rows were scattered into it by an index with the same rows; None for other nodes."""
     held, x, index, rows = op.selections.held, named.get("self"), named.get("index"), named.get("src")
     if symbolic(op.node) or not (isinstance(x, Ref) and isinstance(index, Ref) and isinstance(rows, Ref)):
         return None

@@ -1,9 +1,9 @@
 """Results whose length depends on numbers that are known during tracing.
 
-    torch.repeat_interleave(x, repeats)      x at the places that are counted: x[[0, 0, 1]] for [2, 1]
-    torch.unique_consecutive(x)              x where it is another than before: x[[0, 2]] for [5, 5, 6]; and its counts, [2, 1]
+        torch.repeat_interleave(x, repeats)      x at the repeated indices: x[[0, 0, 1]] for [2, 1]
+        torch.unique_consecutive(x)              x where it differs from before: x[[0, 2]] for [5, 5, 6]; and its counts, [2, 1]
 
-The graph computes the places, by comparisons with the running sum of the counts, or by a sort.
+The graph computes the indices, by comparing with the running sum of the counts, or by a sort.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SORTED = (torch.unique, torch.Tensor.unique)
 def as_long_as_known(
     func: object, args: tuple[object, ...], kwargs: dict[str, object], count: Count, total: Count
 ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-    """What a function returns whose result is as long as known numbers say; None for others, and where they are not known.
+    """The result of a function whose length is decided by known numbers; None for others, and where they are not known.
 
-    `count` has the true values of a mask, `total` the sum of integers, if these are known.
+    `count` returns the number of true values in a mask, `total` the sum of integers; None if not known.
     """
     if func in _REPEATING:
         return _repeated(args, kwargs, total)
@@ -37,7 +37,7 @@ def as_long_as_known(
 def _repeated(args: tuple[object, ...], kwargs: dict[str, object], total: Count) -> torch.Tensor | None:
     named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     x, repeats, dim, length = (named.get(name) for name in ("input", "repeats", "dim", "output_size"))
-    if "repeats" not in named:  # of nothing but the counts: the places
+    if "repeats" not in named:  # called with the counts alone: the indices
         x, repeats = None, x
     if not isinstance(repeats, torch.Tensor) or repeats.is_floating_point():
         return None
@@ -52,7 +52,7 @@ def _repeated(args: tuple[object, ...], kwargs: dict[str, object], total: Count)
 
 
 def _distinct(x: torch.Tensor, count: Count) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A tensor of one dim without what equals the element before it, and how many equal ones there were of each."""
+    """A 1-d tensor without elements that equal the one before, and the length of each run of equal elements."""
     if len(x) < 2:
         return x, torch.ones_like(x, dtype=torch.int64)
     other = torch.cat([torch.ones(1, dtype=torch.bool, device=x.device), x[1:] != x[:-1]])

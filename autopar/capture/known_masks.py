@@ -1,10 +1,10 @@
 """Selection by masks that depend only on sizes: they are known during tracing, so the selection has a shape.
 
-    logits[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)      what is off the diagonal, by its places
-    rows, columns = torch.where(torch.ones(n, n).triu(1) > 0)
+        logits[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)      the elements off the diagonal, by their indices
+        rows, columns = torch.where(torch.ones(n, n).triu(1) > 0)
 
-The graph sorts the mask for its places, in their order: as numbers they would make it as long as there are. Rows that are put
-where any mask is true, x[mask] = rows, are scattered there.
+The graph finds the indices by a stable sort of the mask; written out as numbers, they would make the graph as long. Rows that
+are assigned through any mask, x[mask] = rows, are scattered.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import torch
 
-Count = Callable[[torch.Tensor], int | None]  # of the true values of a mask; None where it is not known
+Count = Callable[[torch.Tensor], int | None]  # counts the true values of a mask; None where not known
 SELECTING = (torch.Tensor.masked_select, torch.masked_select)
 _ALL = slice(None)
 LOCATING = (torch.Tensor.nonzero, torch.nonzero, torch.Tensor.argwhere, torch.argwhere, torch.where)
 
 
 def located(func: object, args: tuple[object, ...], count: Count) -> tuple[object, ...]:
-    """The arguments of a function; an index of a tensor has the places where masks that are known are true, in their place."""
+    """The arguments of a function, with known masks in the index of a tensor replaced by the indices where they are true."""
     if func is not torch.Tensor.__getitem__:
         return args
     x, index = args
@@ -33,7 +33,7 @@ def located(func: object, args: tuple[object, ...], count: Count) -> tuple[objec
 
 
 def selected(func: object, args: tuple[object, ...], kwargs: dict[str, object], count: Count) -> object:
-    """What a function in `SELECTING` or `LOCATING` returns for a mask that is known; None for others."""
+    """The result of a function in `SELECTING` or `LOCATING` for a known mask; None for others."""
     if (func not in SELECTING and func not in LOCATING) or (func is torch.where and len(args) + len(kwargs) > 1):
         return None
     named = dict(zip(("input", "mask"), args, strict=False)) | kwargs
@@ -52,7 +52,7 @@ def selected(func: object, args: tuple[object, ...], kwargs: dict[str, object], 
 
 
 def put(func: object, args: tuple[object, ...]) -> bool:
-    """Write `x[mask] = rows` as `x.copy_(x.masked_scatter(mask, rows))`, and say so; False for any other call."""
+    """Execute `x[mask] = rows` as `x.copy_(x.masked_scatter(mask, rows))` and return True; False for any other call."""
     if func is not torch.Tensor.__setitem__:
         return False
     x, index, rows = args
@@ -63,7 +63,7 @@ def put(func: object, args: tuple[object, ...]) -> bool:
     single = isinstance(rows.shape[0], int) and rows.shape[0] == 1 if rows.dim() else True
     if mask.dtype is not torch.bool or not mask.dim() or any(one not in (..., _ALL) for one in more):
         return False
-    if single or rows.dim() != 1 + len(others):  # the same for every place
+    if single or rows.dim() != 1 + len(others):  # one row for all places
         return False
     spread = rows.to(x.dtype).expand(rows.shape[0], *others)
     for _ in others:
@@ -73,7 +73,7 @@ def put(func: object, args: tuple[object, ...]) -> bool:
 
 
 def true_places(mask: torch.Tensor, count: Count) -> tuple[torch.Tensor, ...] | None:
-    """Where a mask is true, an index for each of its dims."""
+    """The indices where a mask is true, one tensor for each of its dims; None if their number is not known."""
     if not mask.dim() or (number := count(mask)) is None:
         return None
     at, found = torch.sort(mask.reshape(-1), stable=True, descending=True).indices[:number], list[torch.Tensor]()

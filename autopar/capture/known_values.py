@@ -3,8 +3,8 @@
     mask = torch.ones(x.shape[:2], device=x.device)
     if (mask > 0).any():                               ->   True
 
-They are the same in every call on inputs of these sizes, so a branch that they decide is no branch; that a buffer which decided
-one still has its value is checked in every call.
+They are the same in every call on inputs of these sizes, so a branch that they decide is not a branch; every call checks that
+buffers which decided one are unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from autopar.capture.nodes import draws, memory
 ASKING = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__)
 READING = (*ASKING, torch.Tensor.tolist)
 _T = TypeVar("_T")
-LIMIT = 2**22  # elements of a tensor that is computed in order to know a number
+LIMIT = 2**22  # elements of a tensor that is computed to learn a number
 
 
 class KnownValues:
-    """What is known in one tracing: what is made of numbers, and of the buffers among `held`, whose values are given by name.
+    """The known values in one tracing: those made of numbers, and of the buffers among `held` whose values are given by name.
 
-    `decided` has the buffers that were read, each with a line that did.
+    `decided` has the buffers that were read, each with a line that read it.
     """
 
     def __init__(self, held: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
@@ -44,7 +44,7 @@ class KnownValues:
         self.decided: dict[str, str] = {}
 
     def number(self, func: Callable[..., object], tensor: object, frame: FrameType) -> object:
-        """What a function in `READING` says of a traced tensor whose values are known; None for any other."""
+        """The result of a function in `READING` on a traced tensor whose values are known; None for any other tensor."""
         known = self._value(tensor) if isinstance(tensor, torch.Tensor) else None
         if known is None or not isinstance(tensor, torch.Tensor):
             return None
@@ -52,11 +52,11 @@ class KnownValues:
         return untraced(lambda: func(known))
 
     def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
-        """How many values of a traced mask are true, or not zero, if they are known."""
+        """The number of true, or nonzero, values in a traced mask, if known."""
         return self._counted(mask, torch.count_nonzero, frame)
 
     def total(self, counts: torch.Tensor, frame: FrameType) -> int | None:
-        """The sum of a traced tensor of integers, if they are known."""
+        """The sum of a traced tensor of integers, if known."""
         return self._counted(counts, torch.sum, frame)
 
     def _counted(self, tensor: torch.Tensor, count: Callable[[torch.Tensor], torch.Tensor], frame: FrameType) -> int | None:
@@ -69,9 +69,9 @@ class KnownValues:
     def reading(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], frame: FrameType
     ) -> object:
-        """The result of a function of torch, which may read the numbers of operands whose values are known: torch.zeros(n).
+        """The result of a torch function that may read the numbers of operands with known values: torch.zeros(n).
 
-        The tracer hears of them for this call only, since they may be written afterwards.
+        The tracer is told of them for this call only, since they may be written afterwards.
         """
         known = [(leaf, slot_of(leaf), self._value(leaf)) for leaf in _leaves((args, kwargs)) if _number(leaf)]
         read = [(leaf, slot, value) for leaf, slot, value in known if slot is not None and value is not None]
@@ -90,21 +90,21 @@ class KnownValues:
         return result
 
     def _sources_of(self, tensor: torch.Tensor, frame: FrameType) -> Callable[[], None]:
-        """What notes the buffers that a tensor is computed from, when it is read."""
+        """A callback that records which buffers a tensor is computed from, to be called when it is read."""
         node = node_of(tensor)
         names = [self._given[one][0] for one in (_sources(node) if node else ()) if one in self._given]
-        at = source_location.of_frame(frame) if names else ""  # not later: a frame keeps the model and its tensors alive
+        at = source_location.of_frame(frame) if names else ""  # not later: a frame would keep the model and its tensors alive
         return lambda: self.decided.update(dict.fromkeys(names, at))
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a traced tensor, if they are known now."""
+        """The current values of a traced tensor, if known."""
         node = node_of(tensor)
         if node is None or not all(one in self._given or _knowable(one) for one in _sources(node)):
             return None
         return untraced(lambda: self._computed(node.graph).get(node))
 
     def _computed(self, graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
-        """The values of all nodes that are known, after what has been traced so far has written into them."""
+        """All known values in the graph, including the effect of the writes traced so far."""
         known = {node: value.clone() for node, (_, value) in self._given.items()}
 
         def operand(node: fx.Node) -> torch.Tensor:
@@ -123,7 +123,7 @@ class KnownValues:
 
 
 class Readable(torch.Tensor):
-    """A number that tells when it is read."""
+    """A tensor that reports when it is read."""
 
     tell: Callable[[], None]
 
@@ -142,20 +142,20 @@ class Readable(torch.Tensor):
 
 
 def _number(leaf: object) -> TypeGuard[torch.Tensor]:
-    """Whether a leaf is one integer or truth value as a tensor."""
+    """Whether a leaf is a tensor of one integer or truth value."""
     if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
         return False
     return all(isinstance(size, int) and size == 1 for size in leaf.shape)
 
 
 def _leaves(arguments: object) -> Iterator[object]:
-    """The leaves of arguments, in slices too."""
+    """The leaves of arguments, including those in slices."""
     for leaf in pytree.tree_leaves(arguments):
         yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
 
 
 def untraced(ask: Callable[[], _T]) -> _T | None:
-    """What a function returns in a thread of its own, where nothing is traced; None if it raises."""
+    """The result of a function run in a separate thread, where nothing is traced; None if it raises."""
     found: list[_T] = []
 
     def run() -> None:
@@ -169,14 +169,14 @@ def untraced(ask: Callable[[], _T]) -> _T | None:
 
 
 def computed_from(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Whether a traced tensor is computed from the values of one of others, or from random numbers."""
+    """Whether a traced tensor is computed from the values of any of the others, or from random numbers."""
     node = node_of(tensor)
     sources = _sources(node) if node is not None else set()
     return not sources.isdisjoint(map(node_of, others)) or any(map(draws, sources))
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """The nodes that a value is computed from, and itself."""
+    """The nodes that a value is computed from, including its own."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -188,12 +188,12 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def looked_at(node: fx.Node) -> list[fx.Node]:
-    """The operands of a node whose values it looks at."""
+    """The operands whose values a node reads."""
     return [] if _shaped(node) else node.all_input_nodes[: 1 if _as_other(node) else None]
 
 
 def _knowable(node: fx.Node) -> bool:
-    """Whether a node has the same values whenever its operands have; nobody reads what `empty` makes before it is written."""
+    """Whether a node always gives the same values for the same operands; `empty` counts, as nothing reads it unwritten."""
     target, shape = node.target, getattr(node.meta.get("val"), "shape", ())
     if node.op != "call_function" or not all(isinstance(size, int) for size in shape) or math.prod(shape) > LIMIT:
         return False
@@ -201,17 +201,17 @@ def _knowable(node: fx.Node) -> bool:
 
 
 def _as_other(node: fx.Node) -> bool:
-    """Whether an operator looks at nothing but the shape, the dtype and the device of its second tensor."""
+    """Whether an operator reads only the shape, the dtype and the device of its second tensor."""
     return re.search(r"type_as|(expand|view|reshape)_as|\bto\.other", str(node.target)) is not None
 
 
 def _shaped(node: fx.Node) -> bool:
-    """Whether an operator looks at nothing but the shape and the dtype of its tensor: ones_like, new_zeros, ..."""
+    """Whether an operator reads only the shape and the dtype of its tensor: ones_like, new_zeros, ..."""
     return re.search(r"(ones|zeros|full)_like|new_(ones|zeros|full)\b", str(node.target)) is not None
 
 
 def _forget(known: dict[fx.Node, torch.Tensor], writer: fx.Node) -> None:
-    """Drop what lies in the memory that an operator writes."""
+    """Drop the values that lie in memory that an operator writes."""
     written = {memory(place) for place in _written(writer)}
     for node in [one for one in known if memory(one) in written]:
         del known[node]

@@ -15,12 +15,12 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-LITERAL_LIMIT = 1024  # operators that a literal tensor may be written out as: one for equal numbers in a row
+LITERAL_LIMIT = 1024  # operators to write out a literal tensor: one for each run of equal numbers
 ELEMENTS_LIMIT = 2**20  # of a literal tensor
 
 
 def as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.as_tensor` of numbers as a literal tensor, and of anything else as it is."""
+    """`torch.as_tensor` that turns numbers into a literal tensor, and leaves the rest to the original."""
 
     def as_tensor(data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
         spelt = _mixed(data) or _numbers(data) is not None
@@ -30,7 +30,7 @@ def as_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.tensor` of numbers, some of which may be tensors, made of operators on the meta device."""
+    """`torch.tensor` of numbers, possibly tensors, as operators on the meta device."""
 
     def tensor(data: object, *, dtype: torch.dtype | None = None, device: object = None, **rest: object) -> torch.Tensor:
         if _mixed(data):
@@ -51,13 +51,13 @@ def literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def spelt_out(data: object) -> bool:
-    """Whether numbers in nested lists are few enough for a literal tensor."""
+    """Whether nested lists hold few enough numbers for a literal tensor."""
     found = _numbers(data)
     return found is not None and _runs(found[1]) is not None
 
 
 def new_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`x.new_tensor` and `x.new` of numbers as a literal tensor of the dtype of x, and of anything else as they are."""
+    """`x.new_tensor` and `x.new` that turn numbers into a literal tensor of the dtype of x; the original does the rest."""
 
     def new(x: torch.Tensor, *data: object, dtype: torch.dtype | None = None, **rest: object) -> torch.Tensor:
         numbers = rest.get("data", data[0] if len(data) == 1 else None)
@@ -70,7 +70,7 @@ def new_literal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _runs(numbers: list[bool | int | float]) -> list[list[bool | int | float]] | None:
-    """Numbers in runs of equal ones: an identity matrix has two for each row. None for too many of either."""
+    """Runs of equal numbers: an identity matrix has two for each row. None if there are too many numbers or runs."""
     if len(numbers) > ELEMENTS_LIMIT:
         return None
     runs = [list(alike) for _, alike in itertools.groupby(numbers, repr)]
@@ -85,14 +85,14 @@ def _mixed(data: object) -> TypeGuard[list[torch.Tensor | float]]:
 
 
 def _stacked(data: list[torch.Tensor | float], dtype: torch.dtype | None) -> torch.Tensor:
-    """Such a list as a tensor, which has no gradient."""
+    """The tensor of a list of numbers and tensors, without a gradient."""
     parts = [one.detach() if isinstance(one, torch.Tensor) else literal(torch.tensor)(one) for one in data]
     common = dtype or functools.reduce(torch.promote_types, (part.dtype for part in parts))
     return torch.stack([part.to(common) for part in parts])
 
 
 def with_literals(original: Callable[..., object]) -> Callable[..., object]:
-    """`x[index]` and `x[index] = y` with the lists in the index made literal tensors."""
+    """`x[index]` and `x[index] = y` with lists in the index turned into literal tensors."""
 
     def at(x: torch.Tensor, index: object, *value: object) -> object:
         if isinstance(index, tuple):
@@ -103,7 +103,7 @@ def with_literals(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _spelt(index: object) -> object:
-    """A list in an index as a literal tensor; a flat list of truth values as the places of the true ones."""
+    """A list in an index as a literal tensor; a flat list of truth values becomes the indices of the true ones."""
     if not isinstance(index, list) or (found := _numbers(index)) is None:
         return index
     if not found[1]:
@@ -114,7 +114,7 @@ def _spelt(index: object) -> object:
 
 
 def _numbers(data: object) -> tuple[tuple[int, ...], list[bool | int | float]] | None:
-    """Shape and numbers of an array or of nested lists of Python numbers; None for anything else."""
+    """The shape and the numbers of an array or nested lists of Python numbers; None for anything else."""
     if isinstance(data, (np.ndarray, np.generic)):
         return _numbers(data.tolist())
     if isinstance(data, (bool, int, float)):

@@ -30,8 +30,8 @@ _COUNTER = "num_batches_tracked"  # written in place, like the running statistic
 
 
 def lower(traced: Traced, skeleton: MetaCopy, call: ModelCall, empty: frozenset[sympy.Symbol] = frozenset()) -> Program:
-    """The program of an exported model, if so many numbers of rows of selections are 0; raises CaptureError for what a program
-    cannot express."""
+    """The program of an exported model, with the row counts in `empty` taken as 0; raises CaptureError for anything that a
+    program cannot express."""
     exported = traced.exported
     for spec in exported.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
@@ -84,7 +84,7 @@ class Lowering:
     mutates: bool
     selections: Selections
     emission: Emission = field(init=False)
-    envs: list[dict[fx.Node, Held]] = field(default_factory=list)  # of the graph and the regions around the present place
+    envs: list[dict[fx.Node, Held]] = field(default_factory=list)  # of the graph and the regions around the current position
 
     def __post_init__(self) -> None:
         self.emission = Emission(builder=self.builder)
@@ -106,7 +106,7 @@ class Lowering:
         raise AssertionError("a graph without output")
 
     def call(self, node: fx.Node, module: fx.GraphModule, env: dict[fx.Node, Held], region: Region) -> Held:
-        """Lower one call: a region, an item of several results, a write in place, or a plain op."""
+        """Lower one call: a region, an item of a tuple of results, an in-place write, or a plain op."""
         if node.target is operator.getitem:
             source, index = node.args
             held = env[source] if isinstance(source, fx.Node) else None
@@ -136,7 +136,7 @@ class Lowering:
         return self.plain(node, target, args, kwargs, region)
 
     def selected(self, node: fx.Node, region: Region) -> SelectedOp:
-        """A node that makes or takes rows that a mask selects."""
+        """A node that produces or uses rows selected by a mask."""
 
         def emit(target: str, args: tuple[Argument, ...], kwargs: Keywords) -> tuple[Ref, ...]:
             return self.emission.emit(node, target, args, kwargs, region)[0]
@@ -144,7 +144,7 @@ class Lowering:
         return SelectedOp(selections=self.selections, node=node, emit=emit)
 
     def rows(self, node: fx.Node, env: dict[fx.Node, Held], region: Region) -> Held:
-        """Lower an op that makes or takes rows that a mask selects."""
+        """Lower an op that produces or uses rows selected by a mask."""
         args = tuple(_now(_leaf(argument, env, node)) for argument in node.args)
         kwargs = tuple((name, _now(_leaf(argument, env, node))) for name, argument in node.kwargs.items())
         found = tuple(Handle(ref=ref) for ref in self.selected(node, region).lower(args, kwargs))
@@ -170,7 +170,7 @@ class Lowering:
     def plain(
         self, node: fx.Node, target: str, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region
     ) -> Held:
-        """Lower an op that writes nothing."""
+        """Lower an op that does not write."""
         now = tuple(_now(a) for a in args)
         results, several = self.emission.emit(node, target, now, tuple((name, _now(a)) for name, a in kwargs), region)
         parent = _parent(node, args) if self.mutates else None
@@ -221,7 +221,7 @@ class Lowering:
         return Handle(ref=ref, storage=parent.storage, seen=parent.storage.version, view=view)
 
     def turn(self, node: fx.Node, args: tuple[Held, ...], region: Region) -> Held:
-        """Lower a change of a tensor's shape in place: from here on the tensor is a view of what it was.
+        """Lower an in-place change of a tensor's shape: from here on the tensor is a view of its former self.
 
         unsqueeze_(y, 0); use(y)        ->        use(unsqueeze(y, 0))
         """
@@ -238,9 +238,9 @@ class Lowering:
         return view
 
     def mutate(self, node: fx.Node, args: tuple[Held, ...], kwargs: tuple[tuple[str, Held], ...], region: Region) -> Held:
-        """Lower an in-place write: compute the new value, and assign it to the tensor and everything that aliases it.
+        """Lower an in-place write: compute the new value, and assign it to the tensor and all of its aliases.
 
-        A buffer keeps its last value when the program ends.
+        A buffer is left with its last value when the program ends.
         """
         place = dict(kwargs).get("out", args[0] if args else None)
         if not aten(str(node.target)):
@@ -282,8 +282,8 @@ class Lowering:
         return place
 
     def refuse_unseen(self, node: fx.Node, place: Handle) -> None:
-        """Raise CaptureError for a write through `.data` into a tensor with a gradient: autograd does not notice, and would
-        compute gradients of ops before with what was written."""
+        """Raise CaptureError for a write through `.data` into a tensor with a gradient: autograd does not notice it, and would
+        compute the gradients of earlier ops from the new values."""
         if functionalize.detached(place) > 1 and any(
             self.builder.values[handle.ref.name].requires_grad for handle in functionalize.upwards(place)
         ):
@@ -293,7 +293,7 @@ class Lowering:
             )
 
     def refuse_rows(self, node: fx.Node, place: Handle, region: Region) -> None:
-        """Raise CaptureError for a write into rows of a selection that anything else sees."""
+        """Raise CaptureError for a write into rows of a selection that have other readers."""
         if symbolic(node) and (
             not isinstance(node.args[0], fx.Node)
             or nodes.shares_memory(node, node.args[0])
@@ -330,7 +330,7 @@ class Lowering:
         return new
 
     def apart(self, program: Program) -> Program:
-        """If a scalar is differentiated, alias every other output that has a gradient, so that it is a value of its own."""
+        """If a scalar is differentiated, alias every other output that has a gradient, to make it a separate value."""
         kinds = [self.builder.values[output.value] for output in program.outputs]
         if not any(value.shape == () and value.requires_grad for value in kinds):
             return program
@@ -346,7 +346,7 @@ class Lowering:
 
 
 def _kept(program: Program) -> Program:
-    """The program with frozen parameters that it writes among its buffers."""
+    """The program with those frozen parameters that it writes counted as buffers."""
     written = {name for op in program.ops for name in writes(op)}
     parameters = tuple(one for one in program.parameters if one.value.name not in written)
     moved = tuple(one for one in program.parameters if one.value.name in written)
@@ -381,7 +381,7 @@ def _now(held: Held) -> Argument:
 
 
 def _parent(node: fx.Node, args: tuple[Held, ...]) -> Handle | None:
-    """The first operand if the results are views of it."""
+    """The first operand, if the results are views of it."""
     first = args[0] if args else None
     source = node.args[0] if node.args else None
     if not isinstance(first, Handle) or not isinstance(source, fx.Node):
@@ -390,6 +390,6 @@ def _parent(node: fx.Node, args: tuple[Held, ...]) -> Handle | None:
     result = result[0] if isinstance(result, (list, tuple)) and result else result
     if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
         return None
-    if not result.layout == operand.layout == torch.strided:  # a sparse one has no storage
+    if not result.layout == operand.layout == torch.strided:  # a sparse tensor has no storage
         return None
     return first if result.untyped_storage()._cdata == operand.untyped_storage()._cdata else None

@@ -19,25 +19,25 @@ from autopar.capture.shared_memory import SharedMemory
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
 
-# Where the classes are defined of modules and parameters that are no longer those of an ordinary model: what they are.
+# Modules that define the classes of models and parameters which are no longer ordinary ones, each with what it makes of them.
 MADE = {
     "autopar.codegen.": ("what autopar.parallelize returned", "give the model that it was made of"),
     "torch.distributed.": ("parallel already, by torch.distributed", "give the model before fully_shard or parallelize_module"),
     "torch.nn.parallel.distributed": ("wrapped in DistributedDataParallel", "give its .module"),
     "torch.jit.": ("TorchScript", "give the module before torch.jit.script or trace"),
 }
-READABLE = 1024  # elements of a buffer of integers whose values are looked at
+READABLE = 1024  # elements of an integer buffer whose values are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaCopy:
-    """A model on the meta device, what it holds, the first name of each name, and the values of buffers that may decide."""
+    """A model on the meta device, its tensors, the first name of each name, and the values of buffers that may decide."""
 
     module: nn.Module
     parameters: tuple[Parameter, ...]
     buffers: tuple[Parameter, ...]
     first: dict[str, str]
-    names: dict[int, str]  # by the id of what stands for it, the first name of a buffer
+    names: dict[int, str]  # the first name of a buffer, by the id of its copy
     values: dict[str, torch.Tensor]
     shared: SharedMemory
 
@@ -45,9 +45,9 @@ class MetaCopy:
 def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool = False) -> MetaCopy:
     """Copy `model` without its weights, and list its parameters and buffers in the order in which it names them.
 
-    Tensors in plain attributes, and in containers and objects there, count as buffers outside the state dict. What is floating
-    is copied in `dtype`, if one is given; with `frozen` nothing in it has a gradient. Raises CaptureError if the module cannot
-    be copied, has a parameter that was made parallel before or has a hook, or trains what is none of its parameters.
+    Tensors in plain attributes, and in containers and objects there, count as buffers outside the state dict. Floating tensors
+    are copied in `dtype`, if given; with `frozen` nothing has a gradient. Raises CaptureError if the module cannot be copied,
+    has a parameter that is already parallel or has a hook, or trains a tensor that is not one of its parameters.
     """
     parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
     held = [(name, one.tensor) for name, one in held_tensors(model).items()]
@@ -76,7 +76,7 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             fix = "add the hook to the parallel model's parameter instead"
             raise CaptureError(f"the hook on {name} would be lost", fix=fix)
-        trained = tensor.requires_grad and tensor.is_leaf and not frozen  # what a call left behind is set by the next one
+        trained = tensor.requires_grad and tensor.is_leaf and not frozen  # what a call left behind is replaced by the next
         memo.setdefault(id(tensor), _hollow(tensor, dtype, trained=trained))
     shared = SharedMemory.of((*parameters, *buffers), frozen=frozen)
     try:
@@ -98,9 +98,9 @@ def skeleton(model: nn.Module, dtype: torch.dtype | None = None, *, frozen: bool
 
 
 def dense_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """`model.named_buffers`, without sparse ones outside the state dict, which no program reads.
+    """`model.named_buffers`, without sparse buffers outside the state dict, which no program reads.
 
-    Raises CaptureError for a sparse one of the state dict.
+    Raises CaptureError for a sparse buffer in the state dict.
     """
     for name, tensor in model.named_buffers(remove_duplicate=remove_duplicate):
         if tensor.layout is torch.strided:
@@ -111,20 +111,20 @@ def dense_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 
 def refuse_made(name: str, held: object) -> None:
-    """Raise CaptureError for a module or a tensor of a class that is defined in `MADE`."""
+    """Raise CaptureError for a module or tensor whose class is defined in `MADE`."""
     for base in type(held).__mro__:
         if found := next((what for path, what in MADE.items() if f"{base.__module__}.".startswith(path)), None):
             raise CaptureError(f"{name} is {found[0]}", fix=found[1])
 
 
 def _readable(tensor: torch.Tensor) -> bool:
-    """Whether a buffer holds few integers or one number, which may decide a size or a branch."""
+    """Whether a buffer holds a few integers or a single number, which may decide a size or a branch."""
     most = 1 if tensor.is_floating_point() else READABLE
     return not (tensor.is_meta or tensor.is_complex()) and tensor.numel() <= most
 
 
 def _forget_caches(hollow: nn.Module) -> None:
-    """Have no model inside return a cache, whatever its configuration says: it is not a tensor."""
+    """Stop all submodules from returning a cache, whatever their configuration says: it is not a tensor."""
     for module in hollow.modules():
         config = vars(module).get("config")
         if getattr(config, "use_cache", False) is True:
@@ -132,7 +132,7 @@ def _forget_caches(hollow: nn.Module) -> None:
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor in a dtype, if it is floating and there is one."""
+    """A tensor, cast if it is floating and a dtype is given."""
     return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 

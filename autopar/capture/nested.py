@@ -16,9 +16,9 @@ STATIC = (type(None), bool, int, float, complex, str, torch.dtype, torch.device,
 def known(value: object) -> None:
     """Register the dataclasses in a model's arguments or return value as pytree nodes.
 
-    Dataclasses with fields that their constructor does not take remain leaves. transformers' outputs register themselves when
-    they are made, though not while torch.export traces: those whose module is first imported in forward are made once more to
-    do so. Registered here alone, the next instance would register its class again, which torch refuses.
+    Dataclasses with fields that their constructor does not take remain leaves. Outputs of transformers register themselves when
+    they are constructed, but not while torch.export traces, so a class whose module is first imported in forward is constructed
+    once more. If it were only registered here, its next instance would register it again, which torch refuses.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)]
     made_of_fields = [leaf for leaf in leaves if all(one.init for one in dataclasses.fields(leaf))]
@@ -33,7 +33,7 @@ def known(value: object) -> None:
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Have `torch.compiler.is_compiling` say no."""
+    """Make `torch.compiler.is_compiling` return False."""
     was = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:

@@ -1,9 +1,9 @@
 """Checks that a second call of forward gives the same program as the first, if the first changed Python state.
 
-if self.table is None: self.table = torch.arange(9)      the same: numbers and sizes alone decide what is in a table
+if self.table is None: self.table = torch.arange(9)      the same: the table depends on numbers and sizes alone
 self.longest = max(self.longest, x.shape[1])             the same
-self.history.append(x.mean()); y = x * len(self.history) another one
-if self.mean is None: self.mean = x.mean(0)              has a number of the first call, which a graph would compute in all
+self.history.append(x.mean()); y = x * len(self.history) different
+if self.mean is None: self.mean = x.mean(0)              uses values of the first call, which a graph would recompute
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bo
     """The dotted names of attributes that forward computed once and kept.
 
     Args:
-        first: the call that was captured, which is to be all there are.
-        again: traces the next one, with what the first left in Python.
-        same: whether a call that has no tensor of the first is the same program.
+            first: the captured call, which is to stand for all calls.
+            again: traces the next call, with the state that the first left in Python.
+            same: whether a call that uses no tensor of the first is the same program.
 
-    Raises CaptureError if the next call is another program, changes attributes again, or has a tensor whose values depend on
-    what the first was given.
+    Raises CaptureError if the next call is another program, changes attributes again, or uses a tensor that depends on values
+    of the first call.
     """
     changes, made = first.left.changes, first.left.made
     if not changes and not made and not first.left.constants:
         return frozenset()
-    for place in changes.values():  # torch.export has taken them back
+    for place in changes.values():  # torch.export has undone them
         place.put(place.value)
     for held in made.values():
         held.put(torch.empty(held.tensor.shape, dtype=held.tensor.dtype, device="meta"))
@@ -64,7 +64,7 @@ def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bo
 
 
 def _changing(names: list[str], **then: str) -> CaptureError:
-    """The error for what changes in places, if they are known."""
+    """The error for state that changes, with the names of the places, if known."""
     what = next(iter(names), "state that is not in a module")
     return CaptureError(
         f"forward changes {what}, which the graph would have as it was in the first step",
@@ -76,8 +76,8 @@ def _changing(names: list[str], **then: str) -> CaptureError:
 
 
 def _variable(traced: Traced) -> list[object]:
-    """The operators of a call whose results differ between calls, in order, each with its operands; of what is the same in all
-    calls no more than shapes."""
+    """The operators of a call whose results differ between calls, in order, with their operands; for operands that are equal in
+    all calls, only their shapes."""
     kinds = [spec.kind in _OF_CALLS for spec in traced.exported.graph_signature.input_specs]
     return list(_in_order(traced.exported.graph_module, kinds))
 

@@ -18,7 +18,7 @@ from autopar.operators.registry import RETURNING
 
 
 def refuse_transform(node: fx.Node) -> None:
-    """Raise CaptureError for a node that begins or ends a level of differentiation, outside of transforms of `torch.func`."""
+    """Raise CaptureError for a node that enters or leaves a level of differentiation, outside of transforms of `torch.func`."""
     if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
         fix = "torch.func.jvp, grad, vjp and others of torch.func, which are captured, or the formula written out"
         raise CaptureError("levels of forward-mode differentiation are no operators", at=source(node), fix=fix)
@@ -35,7 +35,7 @@ def writes_in_place(graph: fx.Graph) -> bool:
 
 
 def writes(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator writes in place, by its schema (batch_norm, which does not say so, does not count)."""
+    """Whether an operator writes in place, by its schema (batch_norm, which does not declare its writes, does not count)."""
     return bool(target._schema.is_mutable)
 
 
@@ -50,7 +50,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def shares_memory(writer: fx.Node, place: fx.Node) -> bool:
-    """Whether a node before one that writes has a tensor in the memory of what is written, but for those that write it too."""
+    """Whether a node before the writer shares memory with what it writes, other than nodes that write it themselves."""
     while mutates(place) and isinstance(place.args[0], fx.Node):
         place = place.args[0]
     lies = memory(place)
@@ -59,17 +59,17 @@ def shares_memory(writer: fx.Node, place: fx.Node) -> bool:
 
 
 def memory(node: fx.Node) -> int | None:
-    """What memory a node's tensor lies in: see `memory_of`."""
+    """An id of the memory of a node's tensor: see `memory_of`."""
     return memory_of(node.meta.get("val"))
 
 
 def memory_of(traced: object) -> int | None:
-    """What memory a tensor lies in: the same number for a tensor and its views; None for what is no tensor."""
+    """An id of a tensor's memory, which a tensor shares with its views; None for other objects."""
     return traced.untyped_storage()._cdata if isinstance(traced, torch.Tensor) else None
 
 
 def same_tensor(one: object, other: object) -> bool:
-    """Whether two traced tensors are the same numbers in the same memory: `w.data = w.data.to(w.device)`."""
+    """Whether two traced tensors are one view of the same memory: `w.data = w.data.to(w.device)`."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or memory_of(one) != memory_of(other):
         return False
     seen = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()) for tensor in (one, other)]
@@ -77,7 +77,7 @@ def same_tensor(one: object, other: object) -> bool:
 
 
 def returns_operand(node: fx.Node) -> bool:
-    """Whether a node's operator gives its first operand itself, as `x.to(dtype)` of a tensor that has that dtype."""
+    """Whether a node's operator returns its first operand itself, as `x.to(dtype)` does for an x of that dtype."""
     place, found = node.args[0] if node.args else None, node.meta.get("val")
     given = place.meta.get("val") if isinstance(place, fx.Node) else None
     if not isinstance(given, torch.Tensor) or not isinstance(found, torch.Tensor) or len(node.all_input_nodes) > 1:
@@ -88,12 +88,12 @@ def returns_operand(node: fx.Node) -> bool:
     x = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
     try:
         return node.target(x, *node.args[1:], **node.kwargs) is x
-    except Exception:  # it has no kernel there, or the tensor goes to another device
+    except Exception:  # there is no meta kernel, or the tensor goes to another device
         return False
 
 
 def selects(node: fx.Node) -> bool:
-    """Whether a node selects by a mask, so that its result is as long as values say."""
+    """Whether a node selects by a mask, so that the length of its result depends on values."""
     aten = torch.ops.aten
     index = node.args[1] if node.target == aten.index.Tensor else ()
     of = [one.meta["val"].dtype for one in (index if isinstance(index, (list, tuple)) else ()) if isinstance(one, fx.Node)]
@@ -113,7 +113,7 @@ def writes_one(node: fx.Node) -> bool:
 
 
 def needed(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes that results or in-place writes depend on; nodes that only assertions read are not needed."""
+    """The nodes that results or in-place writes depend on; nodes that are only used in assertions are not needed."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in found or node.op == "output" or _acts(node):
@@ -140,7 +140,7 @@ def returning(node: fx.Node) -> str:
     forms = {form: getattr(packet, form)._schema for form in (packet.overloads() if packet else ())}
     taken = _taken([a for a in node.target._schema.arguments if not a.is_out])
     alike = [form for form, s in forms.items() if not s.is_mutable and taken in (_taken(s.arguments), _taken(_unless_made(s)))]
-    if variant not in alike:  # pow_.Scalar is pow.Tensor_Scalar
+    if variant not in alike:  # pow_.Scalar becomes pow.Tensor_Scalar
         variant = next(iter(alike), "")
     if not variant:
         fix = f"use the form of {plain} that returns its result"
@@ -149,11 +149,11 @@ def returning(node: fx.Node) -> str:
 
 
 def _taken(arguments: Sequence[torch.Argument]) -> list[tuple[str, str]]:
-    """Names and types of arguments; that of `dropout_(self, p, train)` is `input` in `dropout`."""
+    """Names and types of arguments; the first one of `dropout_(self, p, train)` is called `input` in `dropout`."""
     return [(a.name if place else "", str(a.type)) for place, a in enumerate(arguments)]
 
 
-_OF_MADE = {"dtype", "layout", "device", "pin_memory"}  # arguments of operators that make tensors, which `out` has itself
+_OF_MADE = {"dtype", "layout", "device", "pin_memory"}  # arguments of factory operators, given by `out` itself
 
 
 def _unless_made(schema: torch.FunctionSchema) -> list[torch.Argument]:
@@ -161,14 +161,14 @@ def _unless_made(schema: torch.FunctionSchema) -> list[torch.Argument]:
 
 
 def as_made(target: str, out: torch.dtype) -> tuple[tuple[str, Argument], ...]:
-    """The arguments of an operator that makes a tensor, in place of one that is given as `out` of a dtype."""
+    """The arguments of a factory operator that replace an `out` of this dtype."""
     schema = overload(target)._schema
     made = len(_unless_made(schema)) + len(_OF_MADE) == len(schema.arguments) and "Tensor" not in str(schema).partition("->")[0]
     return (("dtype", out), ("device", torch.device("meta"))) if made else ()
 
 
 def without_generator(target: str, kwargs: Mapping[str, object]) -> str:
-    """The variant of a drawing operator that is not asked for a generator: rand.default for rand.generator with none."""
+    """The variant of a random operator without a generator argument: rand.default for rand.generator when none is given."""
     name, _, variant = target.rpartition(".")
     if "generator" not in variant or kwargs.get("generator") is not None:
         return target
@@ -176,7 +176,7 @@ def without_generator(target: str, kwargs: Mapping[str, object]) -> str:
 
 
 def viewing(node: fx.Node) -> str:
-    """The variant that returns a view, of a node that changes a tensor's shape in place; `resize_` has none."""
+    """The view variant of a node that changes a tensor's shape in place; `resize_` has none."""
     target = returning(node)
     if overload(target)._schema.returns[0].alias_info is None:
         fix = "make a new tensor: reshape, or torch.nn.functional.pad"

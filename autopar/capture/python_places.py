@@ -1,12 +1,12 @@
 """The places where forward may leave Python state for its next call: attributes of modules, and others.
 
-    self.calls += 1                          an attribute of a module of the model
-    next(self.rates)                         an iterator there
-    Schedule.calls += 1                      one of a class, here and in files that classes of the model are defined in
-    global calls; calls += 1                 a global of such a file
-    def forward(self, x, before=[]): ...     the default of a function there
+        self.calls += 1                          an attribute of a module of the model
+        next(self.rates)                         an iterator there
+        Schedule.calls += 1                      an attribute of a class, here and in files that define classes of the model
+        global calls; calls += 1                 a global of such a file
+        def forward(self, x, before=[]): ...     a default of a function there
 
-Modules are copies, which belong to the tracing. What is outside of them is the user's: what tracing leaves there is taken back.
+The modules are copies made for tracing. All else is the user's, so changes that tracing makes there are undone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and containers in one another, that are looked at
-MOST_IN_ALL = 2**16  # elements of all containers in one another
+MOST_ELEMENTS, MOST_NESTED = 1024, 3  # elements of a container, and levels of nesting, that are inspected
+MOST_IN_ALL = 2**16  # elements of all nested containers together
 OF_TORCH = frozenset(vars(nn.Module()))  # tables of hooks and contents, and `training`
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _NOT_SIMPLE = (nn.Module, Mapping, type, FunctionType)
@@ -34,7 +34,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, SimpleNamespace,
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A value that Python keeps, what puts another one there, and whether that is outside of the model's modules."""
+    """A value that Python keeps, a function that replaces it, and whether it is outside of the model's modules."""
 
     value: object
     put: Callable[[Any], object]
@@ -42,7 +42,7 @@ class Place:
 
 
 class CountedIterator:
-    """An iterator, and how often something was taken from it, which no other iterator tells."""
+    """An iterator that counts how many items were taken from it, which plain iterators do not tell."""
 
     def __init__(self, iterator: Iterator[object]) -> None:
         self.iterator, self.taken = iterator, 0
@@ -56,7 +56,7 @@ class CountedIterator:
 
 
 def count_iterators(model: nn.Module) -> None:
-    """Have the iterators in attributes of a model count."""
+    """Make iterators in attributes of a model count their items."""
     for module in model.modules():
         for name, held in vars(module).items():
             if isinstance(held, Iterator) and not isinstance(held, io.IOBase | CountedIterator):
@@ -64,7 +64,7 @@ def count_iterators(model: nn.Module) -> None:
 
 
 def too_long(value: object, room: int) -> bool:
-    """Whether a container has more elements than are looked at, where there is room for so many."""
+    """Whether a container has more elements than are inspected, or than there is `room` for."""
     if not isinstance(value, Collection) or isinstance(value, str | bytes | torch.Tensor):
         return False
     return len(value) > min(MOST_ELEMENTS, room)
@@ -80,8 +80,8 @@ def module_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 def outside_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    """The plain values, containers and simple objects that classes of a model, files that define these, and functions there
-    hold, by dotted name; functions also as defaults, and as what they know of the functions around them."""
+    """The plain values, containers and simple objects held by classes of a model, the files that define these, and functions
+    there, by dotted name; for functions including their defaults and closures."""
     for owner, label in owners(model).items():
         for name, value in _held(owner).items():
             yield f"{label}.{name}", Place(value, partial(setattr, owner, name), outside=True)
@@ -96,7 +96,7 @@ def outside_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 @contextlib.contextmanager
 def taken_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards the places outside of a model's modules hold what they held before, and containers there do so too."""
+    """On exit, restore the places outside of a model's modules, and the contents of containers there."""
     names = [(owner, _held(owner).keys()) for owner in owners(model)]
     places = dict(outside_places(model))
     contents = [one for place in places.values() for one in _contents(place.value)]
@@ -115,8 +115,8 @@ def taken_back(model: nn.Module) -> Iterator[None]:
 
 
 def owners(model: nn.Module) -> dict[Any, str]:
-    """The classes of a model's modules, the files that define them, classes of their packages that these know, functions of all
-    of them, and those in attributes of modules, each with its name."""
+    """The classes of a model's modules, the files that define them, classes of the same packages that these files refer to, the
+    functions of all of them, and functions in attributes of modules, each with its name."""
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__ if not _of_torch(kind))
     files = {file: name for name in map(_file, kinds) if (file := sys.modules.get(name)) is not None}
     own = set(map(_package, files))
@@ -138,14 +138,14 @@ def _functions(owner: object) -> list[FunctionType]:
 
 
 def _held(owner: object) -> dict[str, object]:
-    """The plain values, containers and simple objects among what a class, a file or a function holds."""
+    """The plain values, containers and simple objects that a class, a file or a function holds."""
     held = {name: value for name, value in [*vars(owner).items()] if not name.startswith("__") and _plain(value, owner)}
     filled = _filled_by_tracers({name for name, value in held.items() if type(value) in _CONTAINERS}, owner)
     return {name: value for name, value in held.items() if name not in filled}
 
 
 def _filled_by_tracers(names: set[str], owner: object) -> set[str]:
-    """The containers that a file has from files of torch or of ours, which tracing itself may fill."""
+    """The containers that a file imported from torch or from this package, which tracing itself may fill."""
     if not names or not isinstance(owner, ModuleType):
         return set()
     files = [vars(file) for key, file in [*sys.modules.items()] if key.startswith(("torch.", "autopar."))]
@@ -153,13 +153,13 @@ def _filled_by_tracers(names: set[str], owner: object) -> set[str]:
 
 
 def _plain(value: object, owner: object) -> bool:
-    """Whether a value is plain, a container, or a simple object of the package of what holds it."""
+    """Whether a value is plain, a container, or a simple object of its owner's package."""
     own = _package(type(value)) == _package(owner) and not isinstance(value, _NOT_SIMPLE)
     return own or type(value) in _PLAIN or isinstance(value, torch.Tensor)
 
 
 def _cells(function: FunctionType) -> dict[str, CellType]:
-    """What a function knows of the functions around it, by name."""
+    """A function's closure: its nonempty cells by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell for name, cell in cells if cell != CellType()}
 
@@ -172,7 +172,7 @@ def _defaults(function: FunctionType) -> dict[str, object]:
 
 
 def _contents(value: object, depth: int = MOST_NESTED, room: int = MOST_IN_ALL) -> Iterator[Callable[[], object]]:
-    """What puts the contents of a container or an object back into it, and so on for what it holds."""
+    """Functions that each restore the contents of a container or object, including nested ones."""
     if isinstance(value, _NOT_SIMPLE) and not isinstance(value, dict):
         return
     held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
@@ -190,7 +190,7 @@ def _refill(container: Any, before: Any) -> None:
 
 
 def _parts(container: Any) -> object:
-    """What is in a container, by identity."""
+    """The ids of a container's elements."""
     if isinstance(container, dict):
         return [(id(key), id(value)) for key, value in container.items()]
     return set(map(id, container)) if isinstance(container, set) else [*map(id, container)]
@@ -201,7 +201,7 @@ def _of_torch(kind: type) -> bool:
 
 
 def _file(owner: Any) -> str:
-    """The name of the file that defines a class or a function; that of a file itself."""
+    """The name of the file that defines a class or a function; for a file, its own name."""
     return str(owner.__module__ if isinstance(owner, type | FunctionType) else owner.__name__)
 
 

@@ -1,7 +1,7 @@
 """Python state that changes between calls but is frozen in a graph: generators, and attributes of modules.
 
-Generators are those of `random` and `numpy.random`, and the seed of torch's. Attributes are plain values: numbers, texts, and
-containers and simple objects of them.
+Generators are those of `random` and `numpy.random`, and the seed of torch's. Attributes count if they are plain values:
+numbers, strings, and containers and simple objects of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autopar.errors import CaptureError, InputError
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 SETTINGS = (*_SCALARS, Enum, np.generic, FunctionType, BuiltinFunctionType)
-MOST_NUMBERS = 64  # in a list, a tuple or a dict that is a setting
+MOST_NUMBERS = 64  # in a list, a tuple or a dict that counts as a setting
 _SWITCHES = frozenset({"_disable_adapters"})  # private, but set from outside: by peft's `disable_adapter()`
 _SEEDED = "torch.manual_seed"
 Kept = Mapping[str, object]  # frozen, by dotted name
@@ -45,11 +45,11 @@ Changes = Mapping[str, Place]
 
 
 class CarriedTensorError(CaptureError):
-    """A forward has a tensor of the call before."""
+    """Forward uses a tensor from a previous call."""
 
 
 class Generators:
-    """The states of the process's generators when a forward begins; torch's has a seed that no model gives it."""
+    """The states of the process's generators when forward begins; torch's gets a seed that no model would set."""
 
     def __init__(self) -> None:
         self._given = torch.default_generator.get_state()
@@ -57,7 +57,7 @@ class Generators:
         self._before = _generators()
 
     def refuse(self, at: str) -> None:
-        """Raise CaptureError if one of them is not as it was, at a line or before it."""
+        """Raise CaptureError if one of them has changed, at a line or before it."""
         now = _generators()
         name = next((name for name, state in self._before.items() if now[name] != state), "")
         if name == _SEEDED:
@@ -68,7 +68,7 @@ class Generators:
             raise drawn_from(name, f"{at}, or before")
 
     def restore(self) -> None:
-        """Give torch's the seed and state that it had."""
+        """Restore the seed and state of torch's generator."""
         torch.default_generator.set_state(self._given)
 
 
@@ -80,7 +80,7 @@ def _generators() -> dict[str, object]:
 
 
 def plain_values(model: nn.Module) -> Kept:
-    """What the modules of a model hold in plain values, and places beside them, frozen."""
+    """The plain values that the modules of a model hold, and other places, frozen."""
     return {name: _frozen(place.value) for name, place in _places(model)}
 
 
@@ -90,11 +90,11 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 class _BesideTensors(dict[str, object]):
-    """The plain values of a container or an object that holds tensors, too, frozen."""
+    """The frozen plain values of a container or an object that also holds tensors."""
 
 
 def _frozen(value: object, depth: int = MOST_NESTED, room: int = MOST_IN_ALL) -> object:
-    """A value that compares as the plain values in it do; `...` for a tensor."""
+    """A frozen form of a value, which compares like the plain values in it; `...` for a tensor."""
     if too_long(value, room):
         return None
     match value:
@@ -129,7 +129,7 @@ def _frozen(value: object, depth: int = MOST_NESTED, room: int = MOST_IN_ALL) ->
 
 
 def _inside(value: object) -> Mapping[Any, object] | None:
-    """What a container or an object holds, by place or name; None of methods, of torch's own, and of what holds nothing."""
+    """What a container or an object holds, by position or name; None for methods, objects of torch, and empty ones."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple, deque)):
@@ -145,20 +145,20 @@ def _inside(value: object) -> Mapping[Any, object] | None:
 
 
 def _closed_over(function: FunctionType) -> dict[str, object]:
-    """The numbers that a function has from the functions around it, by name."""
+    """The numbers in a function's closure, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
     return {name: number for name, number in held.items() if type(number) in (int, float)}
 
 
 def changes(model: nn.Module, before: Kept) -> Changes:
-    """The places whose values are others than before, as they are now."""
+    """The places whose values have changed, with their new values."""
     return {name: place for name, place in _places(model) if _differs(_frozen(place.value), before.get(name))}
 
 
 def _differs(now: object, before: object) -> bool:
-    """Whether a frozen value is another one; beside tensors, which may be made when they are first asked for, numbers alone
-    count that were there before."""
+    """Whether a frozen value has changed; next to tensors, which may be created on first use, only numbers that were there
+    before count."""
     if now is ...:
         return False
     if not isinstance(now, _BesideTensors):
@@ -174,10 +174,10 @@ def _counts(part: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The numbers, texts and functions that modules had as attributes when they were captured; the modules are not kept alive.
+    """The numbers, strings and functions in attributes of modules at capture; does not keep the modules alive.
 
-    `training` has their modes, by path: those of the others are the whole model's. `constants` are tensors from elsewhere, with
-    the numbers of times that each was written.
+    `training` has the modes of modules, by path; those not in it have the mode of the whole model. `constants` are tensors from
+    outside the model, each with its version counter.
     """
 
     modules: tuple[tuple[weakref.ref[nn.Module], str, Mapping[str, object]], ...]
@@ -186,8 +186,8 @@ class Settings:
 
     @staticmethod
     def of(model: nn.Module, kept: Set[str], constants: Iterable[torch.Tensor]) -> Settings:
-        """What every module of a model holds, but for what is private to its class (peft's switch of adapters is not) or set by
-        forward."""
+        """The settings of every module of a model, except those private to its class (but with peft's switch of adapters) or
+        set by forward."""
         named = [*model.named_modules()]
         return Settings(
             tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in named),
@@ -196,8 +196,8 @@ class Settings:
         )
 
     def check(self, parallel: nn.Module) -> None:
-        """Raise InputError for one that has been set since, on a module of the captured model or of the parallel one, for a
-        module of the captured model that was replaced, a constant that was written, and a mode that a submodule has for itself.
+        """Raise InputError for anything that changed since capture: a setting of the captured model or the parallel one, a
+        module of the captured model that was replaced, a constant that was written, or a submodule with a mode of its own.
         """
         self._check_modes(parallel)
         if any(one._version != version for one, version in self.constants):
@@ -226,7 +226,7 @@ class Settings:
                         )
 
     def _check_modes(self, parallel: nn.Module) -> None:
-        """A submodule has the mode of the whole, or that in which it was captured."""
+        """Raise InputError for a submodule that has neither the mode of the whole nor the one in which it was captured."""
         captured = self.training if self.training.get("") == parallel.training else {}
         for path, module in parallel.named_modules():
             if module.training != captured.get(path, parallel.training) and module.training != parallel.training:
@@ -255,7 +255,7 @@ def _of_numbers(held: object) -> bool:
 
 
 def _set(now: object, captured: object) -> bool:
-    """Whether a setting is another one; of several numbers, those that there were count."""
+    """Whether a setting has changed; among several numbers, only those present at capture count."""
     if isinstance(captured, dict):
         return isinstance(now, dict) and {name: now.get(name) for name in captured} != captured
     if isinstance(captured, list | tuple):
@@ -264,13 +264,13 @@ def _set(now: object, captured: object) -> bool:
 
 
 def _behind_property(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is what a property of its name has, `_beta` of `beta`, that can be set."""
+    """Whether an attribute backs a settable property of its name, as `_beta` backs `beta`."""
     public = getattr(type(module), name.removeprefix("_"), None)
     return isinstance(public, property) and public.fset is not None
 
 
 def _at(module: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, if it is there."""
+    """The module at a path; None if there is none."""
     found: nn.Module | None = module
     for name in filter(None, path.split(".")):
         found = found._modules.get(name) if found is not None else None

@@ -1,7 +1,7 @@
 """Parameters and buffers that forward reaches by another path than their registration: `self.both = [self.first, self.second]`.
 
-torch.export puts what it traces into the places where modules register tensors. Other references lead to the tensors as they
-were before, which it takes for constants, without gradients. In calls these are replaced by what stands in their places.
+torch.export replaces the tensors that modules have registered by traced ones. Other references still lead to the original
+tensors, which it would treat as constants, without gradients. So these are replaced in calls by their traced counterparts.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-StandIns = Mapping[int, torch.Tensor]  # by the id of a tensor that was registered: what is registered in its place
+StandIns = Mapping[int, torch.Tensor]  # from the id of a formerly registered tensor to its replacement
 
 
 class RegisteredTensors:
-    """The parameters and buffers of a module, as they are before it is traced."""
+    """The parameters and buffers of a module, as they were before tracing."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._before = module, dict(_registered(module))
 
     def stand_ins(self) -> StandIns:
-        """What is registered now in the places of others."""
+        """The replacements that are registered now."""
         now = dict(_registered(self._module))
         return {id(before): now[name] for name, before in self._before.items() if now.get(name, before) is not before}
 
 
 def standing_in(stand_ins: StandIns, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with what stands in for tensors there."""
+    """The arguments of a call with tensors replaced by their stand-ins."""
     if not any(id(leaf) in stand_ins for leaf in pytree.arg_tree_leaves(*args, **kwargs)):
         return args, kwargs
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(lambda one: stand_ins.get(id(one), one), (args, kwargs))
@@ -37,7 +37,7 @@ def standing_in(stand_ins: StandIns, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of different modules are apart, as are those of a parameter and a buffer of one module."""
+    """Parameters and buffers by name: names are unique across modules, and within a module across both kinds."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

@@ -1,14 +1,14 @@
 """Turns conditional repairs into `where`: `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
 
-A graph has no branches. Tracing enters the body of such an `if`; what its last line assigns is the repaired tensor where the
-condition holds, and the one of before where it does not:
+A graph has no branches. Tracing enters the body of such an `if`, and its last line assigns the repaired tensor where the
+condition holds, and the previous one elsewhere:
 
     if torch.isinf(h).any():                      bad = isinf(h).any()
         m = torch.finfo(h.dtype).max - 1000  ->   h = where(bad, clamp(h, -m, m), h)
         h = torch.clamp(h, -m, m)
 
-A last line that writes into the tensor (`h.clamp_(-m, m)`, `h[torch.isnan(h)] = 0`, `h *= 0.5`) is followed by one that writes
-what was there before back into it where the condition does not hold: views of the tensor see that too.
+If the last line writes into the tensor (`h.clamp_(-m, m)`, `h[torch.isnan(h)] = 0`, `h *= 0.5`), a second write restores the
+previous values where the condition does not hold, so that views of the tensor see the result, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """An `if` whose body assigns a tensor, or writes into one, in its last line, and other names that nothing else reads."""
+    """An `if` whose last line assigns a tensor or writes into one; other names assigned in its body are not read elsewhere."""
 
     test: ast.expr
     name: str
@@ -39,12 +39,12 @@ class Repair:
 
 @dataclass(slots=True)
 class Repairs:
-    """The repairs whose bodies have been entered and not left, by frame, with their conditions."""
+    """The repairs whose bodies are being executed, by frame, with their conditions."""
 
     entered: list[tuple[FrameType, Repair, torch.Tensor]] = field(default_factory=list)
 
     def answer(self, tensor: object, asker: FrameType) -> bool | None:
-        """What `bool(tensor)` should say to the frame so that it enters the body of a repair; None where there is none."""
+        """The answer to `bool(tensor)` that makes the frame enter the body of a repair; None if there is none."""
         at = asked(asker.f_code, asker.f_lasti) if isinstance(tensor, torch.Tensor) and tensor.is_meta else None
         found = next((one for one in _repairs(asker.f_code.co_filename) if at and holds(one.test, at)), None)
         if found is None or at is None or (said := outcome(found.test, True, at)) is None:
@@ -57,7 +57,7 @@ class Repairs:
         return said
 
     def result(self, call: Callable[[], object], asker: FrameType) -> object:
-        """What a call in a frame returns: where it is the last of a repair, the tensor as it is after the `if`."""
+        """The result of a call in a frame; at the last line of a repair, the tensor as it is after the `if`."""
         last = (one for one in self.entered if one[0] is asker and _place(asker.f_code, asker.f_lasti) == one[1].value)
         entry = next(last, None)
         if entry is None:
@@ -74,7 +74,7 @@ class Repairs:
         return repaired if not repair.writes else (tensor.copy_(repaired), computed)[1]
 
     def refuse(self) -> None:
-        """Raise CaptureError for a repair whose tensor was not computed by a function of torch that was seen."""
+        """Raise CaptureError for a repair whose tensor no traced torch function computed."""
         for frame, _, _ in self.entered:
             what = "the control flow of forward depends on the values of a tensor, and more than one tensor on it"
             raise CaptureError(what, at=source_location.of_frame(frame), fix="express the choice with torch.where")
@@ -95,7 +95,7 @@ def _repairs(file: str) -> tuple[Repair, ...]:
 
 
 def _repair(branch: ast.If) -> Iterator[Repair]:
-    """The repair that the last line of a branch makes, if it makes one."""
+    """The repair made by the last line of a branch, if any."""
     match branch.body[-1]:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             yield Repair(branch.test, name, span(value))
@@ -108,7 +108,7 @@ def _repair(branch: ast.If) -> Iterator[Repair]:
 
 
 def _in_place(method: str) -> bool:
-    """Whether a method of a tensor writes into it, by its name."""
+    """Whether a tensor method writes in place, by its name."""
     return method.endswith("_") and not method.endswith("__")
 
 
@@ -123,7 +123,7 @@ def _temporary(lines: list[ast.stmt]) -> set[str]:
 
 
 def _read_outside(function: ast.FunctionDef, branch: ast.If) -> set[str]:
-    """The names that a function reads outside of a branch, but for those that another branch assigns in its first line."""
+    """The names that a function reads outside of a branch, except those that another branch assigns in its first line."""
     inside = {*_names(branch, ast.Load)}
     for other in (node for node in ast.walk(function) if isinstance(node, ast.If)):
         own = _temporary(other.body[:1])
@@ -132,11 +132,11 @@ def _read_outside(function: ast.FunctionDef, branch: ast.If) -> set[str]:
 
 
 def _names(node: ast.AST, context: type[ast.expr_context]) -> Iterator[ast.Name]:
-    """The names in a piece of source that are read, or assigned."""
+    """The names in a piece of source that are read, or those that are assigned."""
     yield from (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, context))
 
 
 def _place(code: CodeType, instruction: int) -> Span | None:
-    """Where the expression stands that an instruction computes."""
+    """The source span of the expression that an instruction computes."""
     first, last, left, right = next(itertools.islice(code.co_positions(), instruction // 2, None))
     return None if first is None or last is None or left is None or right is None else (first, last, left, right)

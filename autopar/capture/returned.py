@@ -16,14 +16,14 @@ from autopar.ir.program import Static
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnSpec:
-    """What the model returns: a structure whose leaves are tensors (`paths`, in order) or constants.
+    """The structure that the model returns, whose leaves are tensors (`paths`, in order) or constants.
 
-    What capture took for granted is computed after these: `assumed`.
+    The outputs that check assumptions follow these: `assumed`.
     """
 
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
-    leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a tuple of one
+    leaves: tuple[int | tuple[Static], ...]  # the index of a tensor, or a constant in a 1-tuple
     assumed: tuple[Assumed, ...] = ()
 
     @property
@@ -32,13 +32,13 @@ class ReturnSpec:
         return (*self.paths, *(one.path for one in self.assumed))
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Raise InputError if something that was assumed does not hold in a call, of which these are the program's outputs."""
+        """Raise InputError if an assumption does not hold in a call with these program outputs."""
         for one, found in zip(self.assumed, outputs[len(self.paths) :], strict=True):
             one.check(found)
 
     @property
     def flat(self) -> ReturnSpec:
-        """A specification of the same tensors in a plain list, without the user's classes."""
+        """A specification of the same tensors as a plain list, without the user's classes."""
         places = tuple(range(len(self.paths)))
         return replace(self, spec=pytree.tree_structure(list(places)), leaves=places)
 
@@ -49,7 +49,7 @@ class ReturnSpec:
 
 
 def read_result(result: object) -> tuple[tuple[torch.Tensor, ...], ReturnSpec, tuple[str, ...]]:
-    """The tensors in a model's return value, the structure around them, and the paths of leaves that are lost."""
+    """The tensors in a model's return value, the structure around them, and the paths of leaves that are dropped."""
     known(result)
     spec = pytree.tree_structure(result)
     tensors: list[torch.Tensor] = []

@@ -32,14 +32,14 @@ Named = dict[str, Argument]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedOp:
-    """A node of the traced graph that makes or takes rows of selections; `emit` appends ops in its place."""
+    """A node of the traced graph that produces or uses rows of selections; `emit` appends ops in its place."""
 
     selections: Selections
     node: fx.Node
     emit: Callable[[str, tuple[Argument, ...], Keywords], tuple[Ref, ...]]
 
     def lower(self, args: tuple[Argument, ...], kwargs: Keywords) -> tuple[Ref, ...]:
-        """The results of the node; raises CaptureError where it selects by anything but a mask, or mixes rows."""
+        """The results of the node; raises CaptureError if it selects by anything but a mask, or mixes rows."""
         if (selected := self.selected(args)) is not None:
             return (selected,)
         if (found := self.located(args) or joined(self, args)) is not None:
@@ -47,18 +47,18 @@ class SelectedOp:
         if nodes.selects(self.node) and not symbolic(self.node):
             raise self.mixing()
         if symbolic(self.node):
-            tuple(self.traced())  # raises for sizes that nothing is known of
+            tuple(self.traced())  # raises for unknown sizes
         target = nodes.returning(self.node) if nodes.mutates(self.node) else traced_losses.meant(self.node.target)
         formals = parameters(target)
         sized = [self.sized(raw, now) for raw, now in zip(self.node.args, args, strict=True)]
         given = dict(zip((formal.name for formal in formals), sized, strict=False)) | dict(kwargs)
         named = {formal.name: given.get(formal.name, formal.default) for formal in formals}
-        if any(isinstance(named[f.name], Ref) and not f.tensor for f in formals):  # a number of rows in another place
+        if any(isinstance(named[f.name], Ref) and not f.tensor for f in formals):  # a number of rows where none can be
             raise self.mixing()
         if target == "aten.broadcast_tensors.default" and len({self.shape(ref) for ref in refs(sized[0])}) == 1:
             return tuple(refs(sized[0]))
         if not symbolic(self.node) and not any(ref.name in self.selections.held for ref in refs(tuple(named.values()))):
-            return self.emit(target, *packed(target, named))  # it takes the number of rows, and none of them
+            return self.emit(target, *packed(target, named))  # it uses the number of rows, but no rows
         if aten(target) in ("index", "index_select") and (rows := self.taken(named)) is not None:
             return (rows,)
         if {"indices", "values"} <= named.keys() or ({"dim", "index", "source"} <= named.keys() and "reduce" not in named):
@@ -77,7 +77,7 @@ class SelectedOp:
 
     @property
     def places(self) -> SelectedPlaces:
-        """What is done at places of selections."""
+        """The operations on indices of selections."""
         return SelectedPlaces(selections=self.selections, one=self.one)
 
     def number(self) -> Ref:
@@ -86,9 +86,9 @@ class SelectedOp:
         return self.one("aten.add.Tensor", self.one("aten.mul.Tensor", self.count(selection), times), more)
 
     def selected(self, args: tuple[Argument, ...]) -> Ref | None:
-        """The rows that the node selects by a mask, or the places of them; None if it selects nothing.
+        """The rows that the node selects by a mask, or their indices; None if it selects nothing.
 
-        Rows of a number that is known are the first that the mask selects, in their order.
+        If the number of rows is known, they are the first ones that the mask selects, in order.
         """
         match str(self.node.target), args:
             case "aten.index.Tensor", (Ref() as x, tuple() as index) if self.is_mask(*refs(index)):
@@ -117,7 +117,7 @@ class SelectedOp:
         return self.ones(self.places.taken(x, Places(selection=selection, dims=dims, front=place)))  # type: ignore[return-value]
 
     def located(self, args: tuple[Argument, ...]) -> tuple[Ref, ...] | None:
-        """The places where a mask is true, as a tensor or one for each dim; None if the node asks for something else."""
+        """The indices where a mask is true, as one tensor or one per dim; None if the node computes anything else."""
         match str(self.node.target), args:
             case "aten.where.default", (Ref() as mask,):
                 traced = self.node.meta["val"][0]
@@ -141,21 +141,21 @@ class SelectedOp:
         stacked = self.one("aten.stack.default", columns, 1)
         self.selections.held[stacked.name] = {0: selection}
         self.selections.columns[stacked.name] = columns
-        if len(columns) == 1:  # in another shape
+        if len(columns) == 1:  # the same indices, reshaped
             self.selections.follow(columns[0], stacked)
         return (stacked,)
 
     def taken(self, named: Named) -> Ref | None:
-        """The rows at places of a selection of a tensor that has none; None for any other index."""
+        """Rows of a tensor without selections, at the indices of a selection; None for any other index."""
         x = named["self"]
         assert isinstance(x, Ref)
         places = self.places.index(x, self.places.parts(named))
         return None if places is None else self.ones(self.places.taken(x, places))  # type: ignore[return-value]
 
     def put(self, target: str, named: Named) -> Ref:
-        """A tensor without rows, after what is known of every row was written to the places of the selection, or added there.
+        """A tensor without rows, after a value for each row was written to, or added at, the indices of the selection.
 
-        Where several rows are written to one place, torch does not say which of them stays.
+        If several rows are written to one place, torch does not define which one wins.
         """
         x, rows, parts = named["self"], named.get("values", named.get("source")), self.places.parts(named)
         assert isinstance(x, Ref)
@@ -189,15 +189,15 @@ class SelectedOp:
         return result
 
     def first(self, mask: Ref, number: int) -> Ref:
-        """The first places where a flat mask is true."""
+        """The indices of the first places where a flat mask is true."""
         order = self.emit("aten.sort.stable", (mask,), (("stable", True), ("descending", True)))[1]
         return self.one("aten.slice.Tensor", order, 0, 0, number)
 
     def by_row(self, target: str, named: Named) -> tuple[Ref, ...]:
-        """An operator that does the same with every row.
+        """An operator that treats every row alike.
 
-        Where it takes something else that is differentiated, a weight, say, the rows that are not selected are ones before and
-        after: nothing is added to its gradient for them, finite or not.
+        If another operand is differentiated (a weight, say), rows that are not selected are set to one before and after the
+        operator: they then add nothing to its gradient, finite or not.
         """
         values, held = self.selections.builder.values, self.selections.held
         shared = any(values[ref.name].requires_grad for ref in refs(tuple(named.values())) if ref.name not in held)
@@ -220,14 +220,14 @@ class SelectedOp:
         return tuple(map(self.ones, results)) if shared else results  # type: ignore[arg-type]
 
     def single(self, named: Named) -> bool:
-        """Whether operands have rows of a selection of one place, which no operator can mix with others."""
+        """Whether an operand has rows of a selection from a single place, which no operator can mix with others."""
         held = [self.selections.held.get(ref.name, {}) for ref in refs(tuple(named.values()))]
         return any(selection.rows == 1 for rows in held for selection in rows.values())
 
     def summed(self, target: str, named: Named) -> Ref:
-        """An operator that adds up what it makes of every row, linear in one operand with rows: zeros add nothing.
+        """An operator that sums over rows, and is linear in an operand with rows: rows of zeros add nothing.
 
-        One that takes a mean has divided by the number of all rows.
+        If it takes a mean, the division by the number of all rows is corrected.
         """
         fitted, factors = self.fitted(target, named)
         operands = list(refs(tuple(named.values())))
@@ -248,7 +248,7 @@ class SelectedOp:
         return self.divided(self.one("aten.mul.Tensor", found, times), list(factors.values()), [])
 
     def put_back(self, named: Named) -> Ref:
-        """Rows that a mask selected and an operator changed, back where they were: `x.masked_scatter(mask, f(y[mask]))`."""
+        """Rows that a mask selected and an operator changed, put back in place: `x.masked_scatter(mask, f(y[mask]))`."""
         x, mask, rows = named["self"], named["mask"], named["source"]
         assert isinstance(x, Ref)
         assert isinstance(mask, Ref)
@@ -275,9 +275,9 @@ class SelectedOp:
         return result
 
     def aligned(self, target: str, named: Named) -> Ref:
-        """CTC with the targets of all sequences one after the other, as a mask selects them: those of each go to its front.
+        """CTC with concatenated targets, selected by a mask: those of each sequence are moved to the front of its row.
 
-        The lengths must be the numbers that the mask selects of each sequence.
+        The lengths must be the numbers of targets that the mask selects in each sequence.
         """
         scores, aim, lengths = named["log_probs"], named["targets"], named["target_lengths"]
         assert isinstance(scores, Ref)
@@ -293,7 +293,7 @@ class SelectedOp:
         return self.emit(target, *packed(target, named | {"targets": front}))[0]
 
     def loss(self, target: str, named: Named) -> Ref:
-        """A loss that is reduced: with targets that are ignored, or summed over what is selected of the losses one by one."""
+        """A reduced loss: computed with ignored targets, or as a sum of the individual losses over the selected rows."""
         scores, aim, rule = named["self"], named["target"], rule_of(target)
         assert isinstance(scores, Ref)
         assert isinstance(aim, Ref)
@@ -313,11 +313,11 @@ class SelectedOp:
         return self.divided(total, list(rows.values()), others) if named["reduction"] == _MEAN else total
 
     def fitted(self, target: str, named: Named) -> tuple[OpSharding, dict[int, Selection]]:
-        """The factors of an operator for these arguments, and which of them count rows."""
+        """An operator's factors for these arguments, and which of them are rows of selections."""
         builder, (args, kwargs) = self.selections.builder, packed(target, named)
         try:
             kinds = builder.infer(target, args, kwargs)
-        except RuntimeError as error:  # all rows are more than those that are selected, and need not broadcast as these do
+        except RuntimeError as error:  # with all rows, rather than those selected, shapes may not broadcast
             raise self.mixing() from error
         results = tuple(
             Value(name=str(place), shape=kind.shape, dtype=kind.dtype, requires_grad=kind.requires_grad)
@@ -337,27 +337,27 @@ class SelectedOp:
         return fitted, found
 
     def divided(self, total: Ref, selected: list[Selection], sizes: list[int]) -> Ref:
-        """A sum divided by the number of rows and other elements; 0/0 is NaN where nothing is selected, as in torch."""
+        """A sum divided by the number of rows and of other elements; 0/0 is NaN if nothing is selected, as in torch."""
         for selection in selected:
             total = self.one("aten.div.Tensor", total, self.count(selection))
         return self.one("aten.div.Tensor", total, math.prod(sizes)) if sizes else total
 
     def count(self, selection: Selection) -> Ref:
-        """How many rows a mask selects."""
+        """The number of rows that a mask selects."""
         return self.one("aten.sum.default", selection.mask)
 
     def zeros(self, ref: Ref) -> Ref:
-        """A tensor with zeros in the place of rows that are not selected."""
+        """A tensor with zeros in rows that are not selected."""
         return self.masked(ref, 0)
 
     def ones(self, leaf: Ref | Static) -> Argument:
-        """A tensor with ones in the place of rows that are not selected, zeros in one of integers: there may be no class 1."""
+        """A tensor with ones in rows that are not selected; zeros if it has integers, since a class 1 may not exist."""
         if not isinstance(leaf, Ref) or leaf.name not in self.selections.held:
             return leaf
         return self.masked(leaf, 1 if self.selections.builder.values[leaf.name].dtype.is_floating_point else 0)
 
     def masked(self, ref: Ref, number: Argument) -> Ref:
-        """A tensor with a number in the place of rows that are not selected."""
+        """A tensor with this number in rows that are not selected."""
         before, found = ref, self.selections.held[ref.name]
         for dim, selection in found.items():
             shape = tuple(selection.rows if place == dim else 1 for place in range(len(self.shape(ref))))
@@ -368,14 +368,14 @@ class SelectedOp:
         return ref
 
     def sized(self, raw: object, now: Argument) -> Argument:
-        """An argument whose sizes, if it is a list of them, are those of all rows."""
+        """An argument; if it is a list of sizes, numbers of rows in it become those of all rows."""
         if not isinstance(raw, (list, tuple)) or not isinstance(now, tuple):
             return now
         sizes = [isinstance(one, fx.Node) and isinstance(one.meta.get("val"), torch.SymInt) for one in raw]
         return tuple(self.selections.size(one) if size else part for one, size, part in zip(raw, sizes, now, strict=True))
 
     def traced(self) -> Iterator[Rows]:
-        """The dims with rows of every result."""
+        """For every result, the dims with rows of selections."""
         found = self.node.meta["val"]
         yield from (self.selections.rows(self.node, one) for one in (found if isinstance(found, (list, tuple)) else [found]))
 
@@ -384,11 +384,11 @@ class SelectedOp:
         return self.node.meta["val"].shape[dim].node.expr
 
     def is_mask(self, *found: Ref) -> bool:
-        """Whether these are one boolean tensor."""
+        """Whether this is a single boolean tensor."""
         return len(found) == 1 and self.selections.builder.values[found[0].name].dtype == torch.bool
 
     def shape(self, ref: Ref) -> Shape:
-        """The shape of a value, with all rows."""
+        """The shape of a value, counting all rows."""
         return self.selections.builder.values[ref.name].shape
 
     def one(self, target: str, *args: Argument, **kwargs: Argument) -> Ref:
@@ -396,5 +396,5 @@ class SelectedOp:
         return self.emit(target, args, tuple(kwargs.items()))[0]
 
     def mixing(self) -> CaptureError:
-        """The error for an operator that needs to know how many rows there are, or does something else with them together."""
+        """The error for an operator that needs the number of rows, or combines rows in an unsupported way."""
         return varying(f"the shape of an operand of {traced_losses.meant(self.node.target)}", nodes.source(self.node))

@@ -1,12 +1,12 @@
 """Indices where a mask is true, and the rows that are taken from there and put back.
 
-A mixture of experts that is written as a loop asks which tokens chose an expert, and puts what it makes of them back there:
+A mixture of experts that is written as a loop looks up which tokens chose an expert, and puts its results back there:
 
     i, k = where(chosen == e)                       mask = chosen == e                                     (n, 2)
     r = expert(x[i])                          ->    r = expert(x at every place)                           (2 n, 8)
     y.index_add_(0, i, r * w[i, k, None])           y = y + sum(where(mask, r * w at every place, 0), 1)
 
-The rows of such a selection are the places of its mask with the longest dim first, the tokens, so that these can be split.
+The rows of such a selection are the places of its mask, flattened with the longest dim first: the tokens, so they can be split.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from autopar.operators.facts import OpKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """An index by places: the dims of a tensor that are indexed, each by a dim of the selection's mask.
+    """An index made of a selection's indices: maps dims of the selection's mask to the indexed dims of a tensor.
 
-    `front` of its other dims come before the rows, in what is taken by the index.
+    In the indexed result, `front` of the other dims come before the rows.
     """
 
     selection: Selection
-    dims: dict[int, int]  # of the mask: of the tensor
+    dims: dict[int, int]  # from dims of the mask to dims of the tensor
     front: int
 
     def rows_last(self, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """The dims of the tensor: those before the rows, those that are indexed in the order of the selection, those after."""
+        """The dims of the tensor: those before the rows, the indexed ones in the selection's order, those after the rows."""
         others = [dim for dim in range(rank) if dim not in self.dims.values()]
         return others[: self.front], [self.dims[dim] for dim in self.selection.order if dim in self.dims], others[self.front :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """Rows put at places of a tensor: `result` is `into` after they were written there, or added, `times` as often."""
+    """Rows put into a tensor: `result` is `into` after `rows` were written at `places`, or added there `times` as often."""
 
     result: Ref
     into: Ref
@@ -55,13 +55,13 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedPlaces:
-    """What takes rows at places of selections, or puts them there; `one` emits an op with one result."""
+    """Reads rows at the indices of selections, and writes them there; `one` emits an op with one result."""
 
     selections: Selections
     one: Callable[..., Ref]
 
     def of_mask(self, selection: Selection) -> tuple[Ref, ...]:
-        """The places of a selection, an index for each dim of its mask."""
+        """The indices of a selection, one tensor per dim of its mask."""
         found = list[Ref]()
         sizes = [selection.shape[dim] for dim in selection.order]
         for dim in range(len(selection.shape)):
@@ -76,7 +76,7 @@ class SelectedPlaces:
         return tuple(found)
 
     def parts(self, named: Mapping[str, Argument]) -> tuple[Argument, ...]:
-        """An index of a tensor, one for each of its first dims, of an operator that takes several, or one and its dim."""
+        """The index of each leading dim of a tensor, for an operator that takes a tuple of them, or one index and its dim."""
         if isinstance(parts := named.get("indices"), tuple):
             return parts
         x, dim = named["self"], named["dim"]
@@ -85,7 +85,7 @@ class SelectedPlaces:
         return (*(None,) * (dim % len(self.shape(x))), named["index"])
 
     def index(self, x: Ref, parts: Sequence[Argument]) -> Places | None:
-        """An index of a tensor as one by places of a selection; None for any other."""
+        """An index that consists of a selection's indices; None for any other."""
         at = [dim for dim, one in enumerate(parts) if one is not None]
         found = [self.selections.places.get(one.name) if isinstance(one, Ref) else None for one in parts]
         known = [one for one in found if one is not None]
@@ -99,13 +99,13 @@ class SelectedPlaces:
         return Places(selection=selection, dims=dims, front=at[0] if at == list(range(at[0], at[-1] + 1)) else 0)
 
     def rows_shape(self, x: Ref, places: Places) -> Shape:
-        """The shape of the rows of a tensor that are taken."""
+        """The shape of the rows read from a tensor."""
         before, _, after = places.rows_last(len(self.shape(x)))
         sizes = self.shape(x)
         return (*(sizes[dim] for dim in before), places.selection.rows, *(sizes[dim] for dim in after))
 
     def taken(self, x: Ref, places: Places) -> Ref:
-        """The rows of a tensor at all places of a mask: those at dims that do not index it are the same."""
+        """The rows of a tensor at all places of a mask; they are equal along mask dims that do not index the tensor."""
         source, (before, indexed, after) = x, places.rows_last(len(self.shape(x)))
         sizes = self.shape(x)
         of_mask = tuple(places.selection.shape[dim] for dim in places.selection.order)
@@ -122,8 +122,8 @@ class SelectedPlaces:
         return rows
 
     def back(self, rows: Ref, places: Places, rank: int) -> Ref:
-        """Rows of all places where they were taken from, in a tensor of so many dims; what dims that do not index it tell apart
-        is added up."""
+        """The inverse of `taken`: rows of all places, put where they were taken from in a tensor with `rank` dims; sums over
+        mask dims that do not index it."""
         before, indexed, after = places.rows_last(rank)
         selection, sizes = places.selection, self.shape(rows)
         front = len(before)
@@ -135,9 +135,9 @@ class SelectedPlaces:
         return self.permuted(found, tuple(stand.index(dim) for dim in range(rank)))
 
     def added(self, x: Ref, places: Places, rows: Ref) -> Ref | None:
-        """What was added to the rows of a tensor at these places, if that is all: x[i] = x[i] + rows."""
+        """The summand, if the rows only add to what a tensor has at these places: x[i] = x[i] + rows; else None."""
         builder = self.selections.builder
-        made, dtype = {op.results[0].name: op for op in builder.ops[-8:]}, builder.values[rows.name].dtype  # not far away
+        made, dtype = {op.results[0].name: op for op in builder.ops[-8:]}, builder.values[rows.name].dtype  # close by
         while (op := made.get(rows.name)) and row_of(op).kind in (OpKind.SAME, OpKind.CAST, OpKind.EXPAND, OpKind.RESHAPE):
             rows = Ref(op.operands[0])
             if builder.values[rows.name].dtype != dtype:
@@ -152,7 +152,7 @@ class SelectedPlaces:
         return None
 
     def mask(self, places: Places, rank: int) -> Ref:
-        """Where rows are put back: a mask with the dims of the tensor, of size 1 where it is not indexed."""
+        """A mask of where rows are put back, with the dims of the tensor; of size 1 where the tensor is not indexed."""
         selection, (before, indexed, after) = places.selection, places.rows_last(rank)
         found = self.one("aten.reshape.default", selection.mask, tuple(selection.shape[dim] for dim in selection.order))
         if others := tuple(at for at, dim in enumerate(selection.order) if dim not in places.dims):
@@ -170,5 +170,5 @@ class SelectedPlaces:
 
 
 def longest_first(shape: Shape) -> tuple[int, ...]:
-    """The dims of a mask in the order in which its places are rows."""
+    """The order of a mask's dims in which its places become rows."""
     return tuple(sorted(range(len(shape)), key=lambda dim: -shape[dim]))

@@ -1,9 +1,9 @@
 """Tensors of a model that overlap others in memory without being the same: writing to one changes both.
 
-self.register_buffer("teacher", self.layer.weight.data)      follows the optimizer
-self.latest = self.queue[0]                                  follows what forward writes into the queue
+self.register_buffer("teacher", self.layer.weight.data)      changes with the optimizer
+self.latest = self.queue[0]                                  changes when forward writes into the queue
 
-A graph has each for itself. Such tensors are refused where one of them changes; tables that are only read may share memory.
+In a graph, each is a separate tensor. So they are refused if one of them changes; tables that are only read may share memory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ELSEWHERE = "a tensor that is not in a module"
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The tensors of a model by name, of which some may overlap."""
+    """The tensors of a model by name, some of which may overlap."""
 
     held: tuple[_Named, ...] = ()
 
     @staticmethod
     def of(held: Sequence[_Named], *, frozen: bool) -> SharedMemory:
-        """The tensors of a model that overlap. Raises CaptureError for two that are trained, as none is with `frozen`."""
-        first: dict[int, _Named] = {}  # of the names of a tensor that which programs have
+        """The tensors of a model. Raises CaptureError if two trained ones overlap; with `frozen` none counts as trained."""
+        first: dict[int, _Named] = {}  # of the names of a tensor, the one that programs use
         for name, tensor in held:
             first.setdefault(id(tensor), (name, tensor))
         for group in _overlapping(first.values()):
@@ -42,8 +42,8 @@ class SharedMemory:
         return SharedMemory(tuple(first.values()))
 
     def refuse_changed(self, program: Program, constants: Iterable[torch.Tensor] = ()) -> None:
-        """Raise CaptureError where a tensor changes, as it is trained or written, in whose memory another one lies that the
-        program reads or the state dict has, or a constant of the program."""
+        """Raise CaptureError if a tensor that is trained or written shares memory with another one that the program reads or
+        the state dict contains, or with a constant of the program."""
         held = {one.value.name: one for one in (*program.parameters, *program.buffers)}
         written = {name for op in program.ops for name in writes(op)}
         for group in _overlapping((*self.held, *((_ELSEWHERE, one) for one in constants))):

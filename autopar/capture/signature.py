@@ -24,9 +24,10 @@ ANOTHER_CALL = "call the model as it was planned, or plan this call too, over th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape and dtype, and if it gets a gradient.
+    """A tensor argument: its path among the arguments ("input_ids", "batch.0"), shape, dtype, and whether it gets a gradient.
 
-    `parts` says into how many parts each dim is cut where a rank gives its own part only; it is empty where ranks give all.
+    `parts` is the number of parts of each dim if each rank passes only its own part; it is empty if ranks pass the whole
+    tensor.
     """
 
     path: str
@@ -37,11 +38,11 @@ class TensorSpec:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The shape of what a rank gives."""
+        """The shape of what a rank passes."""
         return tuple(size // count for size, count in zip(self.shape, self.parts or (1,) * len(self.shape), strict=True))
 
     def whole(self, given: Sequence[int]) -> tuple[int, ...]:
-        """The shape of all ranks' parts together, for the shape of one."""
+        """The shape of the whole tensor, from that of one rank's part."""
         return tuple(size * count for size, count in zip(given, self.parts or (1,) * len(self.shape), strict=True))
 
     def __str__(self) -> str:
@@ -53,9 +54,9 @@ class TensorSpec:
 class Signature:
     """The planned call of a model.
 
-    `names` are the parameters of `forward` that may be given by position, `rest` the name of its `*args`; `tensors` are in the
-    order of `Program.inputs`, and `static` the tensors that are none of these; other arguments must equal `constants`, or,
-    where the sample left them out, `defaults`.
+    `names` are the parameters of `forward` that may be passed by position, `rest` the name of its `*args`; `tensors` are in the
+    order of `Program.inputs`, and `static` are tensors that are not program inputs; other arguments must equal `constants`, or,
+    if the sample left them out, `defaults`.
     """
 
     names: tuple[str, ...]
@@ -84,7 +85,7 @@ class Signature:
     ) -> list[torch.Tensor]:
         """The tensors of a call, in the order of `Program.inputs`; raises InputError if it is not the planned call.
 
-        `local` maps the tensor of each path to the one that is taken for it.
+        `local` maps the tensor at each path to the one to use.
         """
         given = dict(_leaves(named(self.names, self.rest, args, kwargs)))
         for planned in self.tensors:
@@ -119,7 +120,7 @@ class Signature:
         return tensors
 
     def mapped(self, sample: object, function: Callable[[str, torch.Tensor], torch.Tensor]) -> object:
-        """A sample, as `autopar.plan` takes it, with `function(path, tensor)` in the place of each planned tensor."""
+        """A sample, as `autopar.plan` takes it, with each planned tensor replaced by `function(path, tensor)`."""
         args, kwargs = _split(sample)
         known(sample)
         given = named(self.names, self.rest, args, kwargs)
@@ -158,13 +159,13 @@ class ModelCall:
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that are inputs of the program, by path."""
+        """The tensors that are program inputs, by path."""
         fixed = {one.path for one in self.static}
         return [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor) and path not in fixed]
 
     @property
     def static_places(self) -> dict[int, StaticInput]:
-        """The static inputs by their place among the leaves of `args` and `kwargs`."""
+        """The static inputs by their position among the leaves of `args` and `kwargs`."""
         fixed, held = {one.path: one for one in self.static}, dict(self.leaves)
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return {place: one for place, leaf in enumerate(leaves) for path, one in fixed.items() if held[path] is leaf}
@@ -210,7 +211,7 @@ class ModelCall:
 
 
 def refuse_model(model: object) -> None:
-    """Raise InputError for what is no module, CaptureError for a module that was made parallel before, or TorchScript."""
+    """Raise InputError for anything but a module, CaptureError for a module that is already parallel, or TorchScript."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}", fix="give a torch.nn.Module")
     refuse_made("the model", model)
@@ -219,9 +220,9 @@ def refuse_model(model: object) -> None:
 def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()) -> ModelCall:
     """A sample (a tensor, a tuple or list of positional arguments, or a mapping of keywords) as a call on the meta device.
 
-    `use_cache=False` is added where `forward` takes it and the sample does not say. `static` names inputs that are constants.
-    Raises InputError for arguments that are neither tensors nor constants, and for those that `forward` does not take,
-    CaptureError for a model that was made parallel before, or TorchScript.
+    `use_cache=False` is added if `forward` takes it and the sample does not set it. `static` names inputs that are constants.
+    Raises InputError for arguments that are neither tensors nor constants, and for those that `forward` does not take, and
+    CaptureError for a model that is already parallel, or TorchScript.
     """
     refuse_model(model)
     known(sample_input)
@@ -262,7 +263,7 @@ def read_call(model: nn.Module, sample_input: object, static: Sequence[str] = ()
 def _arguments(
     taken: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[inspect.BoundArguments, dict[str, object], tuple[tuple[str, object], ...]]:
-    """The arguments of a call as `forward` takes them, those among them that it takes by any name, and all leaves."""
+    """The arguments of a call bound to `forward`'s parameters, those that its `**kwargs` takes, and all leaves."""
     bound = taken.bind(*args, **kwargs)
     extras = next((p.name for p in taken.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     arguments = {name: value for name, value in bound.arguments.items() if name != extras}
@@ -282,7 +283,7 @@ def named(names: Sequence[str], rest: str, args: Sequence[object], kwargs: Mappi
 
 
 def on_meta(sample: object, signature: Signature) -> object:
-    """The sample with its tensors on the meta device, but for those that are static."""
+    """The sample with its tensors, except static ones, on the meta device."""
     return signature.mapped(sample, lambda _, tensor: _to_meta(tensor))
 
 

@@ -15,16 +15,16 @@ from typing import Protocol
 
 import torch
 
-# Frames name files as they were imported, which may be through a link (a virtual environment that is one, say).
+# Frames name files as they were imported, perhaps through a symbolic link (a virtual environment that is one, say).
 _OURS = tuple(
     {
-        f"{one}{os.sep}"  # not a package whose name begins alike: torchgeo
+        f"{one}{os.sep}"  # not a package with a longer name: torchgeo
         for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
         for one in (folder, folder.resolve())
     }
 )
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
-_TRACING = re.compile(r"(torch|autopar)\.")  # in the name of a file of Python
+_TRACING = re.compile(r"(torch|autopar)\.")  # prefixes of the names of Python modules
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
@@ -34,7 +34,7 @@ def foreign(file: str) -> bool:
 
 
 def _of_python(file: str) -> bool:
-    """Whether a file is of Python's own library, into which a model's line called."""
+    """Whether a file is of Python's standard library, called from a line of the model."""
     return file.startswith(_PYTHON) and "-packages" not in file
 
 
@@ -63,16 +63,16 @@ def of_frame(frame: FrameType) -> str:
 
 
 class Stack(Protocol):
-    """What torch's tracer asks of a stack when it makes a node."""
+    """The interface that torch's tracer needs of a stack when it makes a node."""
 
     def summary(self) -> traceback.StackSummary:
-        """Its frames, the outermost first."""
+        """The frames of the stack, the outermost first."""
 
 
 class Forwards:
-    """In the place of torch's `CapturedTraceback` while this thread traces: of a stack, the one frame that `from_text` finds.
+    """Replaces torch's `CapturedTraceback` while this thread traces: records only the frame that `from_text` looks for.
 
-    torch looks up all frames of the stack, hundreds, for every node, and then keeps those of functions called `forward`.
+    For every node torch looks up all frames of the stack, hundreds, only to keep those of functions called `forward`.
     """
 
     def __init__(self, original: type) -> None:
@@ -90,14 +90,14 @@ class Forwards:
 
 class _Innermost:
     def __init__(self, found: traceback.FrameSummary | None) -> None:
-        self._found = found  # no frame: one keeps the model and its tensors alive
+        self._found = found  # not the frame, which would keep the model and its tensors alive
 
     def summary(self) -> traceback.StackSummary:
         return traceback.StackSummary.from_list([self._found] if self._found else [])
 
 
 def caller(function: object, frame: FrameType) -> FrameType:
-    """The frame that called a function of torch, which asks for modes from this frame or, where it is Python, from its own."""
+    """The frame that called a torch function: modes are asked from this frame or, for a Python function, from its own."""
     while frame.f_back is not None and frame.f_code.co_filename == torch.overrides.__file__:
         frame = frame.f_back
     own = isinstance(function, FunctionType) and frame.f_code is function.__code__
@@ -105,7 +105,7 @@ def caller(function: object, frame: FrameType) -> FrameType:
 
 
 def by_forward(function: object, frame: FrameType) -> bool:
-    """Whether code of a model, or a layer of torch, calls a function of torch, and not its tracer."""
+    """Whether a torch function is called by the model's code or by a layer of torch, and not by the tracer."""
     file = str(frame.f_globals.get("__name__"))
     return not isinstance(function, torch._ops.OpOverload) and (not _TRACING.match(file) or file.startswith("torch.nn."))
 

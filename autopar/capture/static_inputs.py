@@ -3,8 +3,8 @@
     forward(x, length):                       plan(..., static=["length"]), with a sample whose length is 5
         return x[:, : length.item()]    ->    return x[:, :5]
 
-The program has no such input: what forward computes from it is computed from literals, which are known while it is traced
-(`autopar.capture.known_values`). A call with another value is not the planned one.
+The program has no such input: forward computes from literals instead, whose values are known while it is traced
+(`autopar.capture.known_values`). A call with another value is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMIT = 1024  # elements of an input whose values may be written into the graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticInput:
-    """The input at a path, and the numbers that it has in every call, in row-major order."""
+    """The input at a path, and its numbers in every call, in row-major order."""
 
     path: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class StaticInput:
         return torch.tensor(self.numbers, dtype=self.dtype).reshape(self.shape)
 
     def check(self, given: torch.Tensor) -> None:
-        """Raise InputError for other numbers than these in a tensor of this shape."""
+        """Raise InputError if a tensor of this shape has other numbers."""
         found = _numbers(given)
         if found != self.numbers:
             raise InputError(
@@ -46,9 +46,9 @@ class StaticInput:
 
 
 def read_static(names: Sequence[str], leaves: Mapping[str, object]) -> tuple[StaticInput, ...]:
-    """The tensors among a sample's leaves that these names call static: a leaf by its path, or all of a container.
+    """The tensors among a sample's leaves that these names declare static: a leaf by its path, or all leaves of a container.
 
-    Raises InputError for a name that no argument has, and for what has no value or is not made of a few integers.
+    Raises InputError for a name that matches no argument, and for a tensor without values or of anything but a few integers.
     """
     if isinstance(names, str) or not isinstance(names, Sequence):
         what, name = ("a text", names) if isinstance(names, str) else ("no list of names", "lengths")
@@ -65,7 +65,7 @@ def read_static(names: Sequence[str], leaves: Mapping[str, object]) -> tuple[Sta
 def as_literals(
     inputs: Mapping[int, StaticInput], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments of a call with literals in the places of its static inputs, which are counted in the order of pytrees."""
+    """The arguments of a call with static inputs replaced by literals; `inputs` counts leaves in pytree order."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     changed = [inputs[place].literal() if place in inputs else leaf for place, leaf in enumerate(leaves)]
     result: tuple[tuple[object, ...], dict[str, object]] = pytree.tree_unflatten(changed, spec)

@@ -3,8 +3,8 @@
     x: (8, 6), strides (6, 1)                         index = arange(4)[:, None] * 2 + arange(4)
     as_strided(x, (4, 4, 6), (12, 6, 1))       ->     index_select(x, 0, index.flatten()).reshape(4, 4, 6)
 
-The strides are those of the user's tensors as they were traced; what a plan splits, sends or copies has others. Dims that are
-read as they are pass by the index, and may be split.
+The strides are those of the user's tensors at trace time; tensors that a plan splits, sends or copies have other strides. Dims
+that are read unchanged bypass the index, and may be split.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _Ints = npt.NDArray[np.int64]
 class Reading:
     """How a result of `as_strided` is read from its operand.
 
-    `order` are the operand's dims: first those that pass, in the result's order, then the others as they lie in memory. An
-    element of the result is at `first` plus the sum of its places in the other dims, each times its step, in these.
+    `order` lists the operand's dims: first those passed through, in the result's order, then the others in memory order. Among
+    those others, an element of the result is at `first` plus the sum of its indices in the selected dims times their steps.
     """
 
     order: tuple[int, ...]
-    kept: tuple[int, ...]  # dims of the result that pass
+    kept: tuple[int, ...]  # dims of the result that are passed through
     selected: tuple[int, ...]  # the others
     first: int
     steps: tuple[int, ...]
@@ -44,8 +44,8 @@ class Reading:
 
 
 def reading(node: fx.Node) -> Reading:
-    """How a traced `as_strided` reads; raises CaptureError where it reads memory that is not all of its operand's, and for its
-    other forms."""
+    """How a traced `as_strided` reads its operand; raises CaptureError if it reads memory outside of it, or its operand is not
+    dense, and for other forms of the operator."""
     if node.target is not torch.ops.aten.as_strided.default:
         raise CaptureError(f"{node.target} changes what lies in memory", at=source(node), fix="slices or an index instead")
     given = node.args[0]
@@ -104,7 +104,7 @@ def _reading(
 
 
 def _alike(shape: Sequence[int], held: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
-    """Dims of the result that may be dims of the operand: of the same size and stride."""
+    """Dims of the result that may be dims of the operand, having equal size and stride."""
     known = {(shape[dim], held[dim]): dim for dim in range(len(shape)) if shape[dim] > 1}
     found: dict[int, int] = {}
     for at, kind in enumerate(zip(sizes, strides, strict=True)):
@@ -114,7 +114,7 @@ def _alike(shape: Sequence[int], held: Sequence[int], sizes: Sequence[int], stri
 
 
 def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> _Ints | None:
-    """start + the sum of places times strides, for every place; None for too many."""
+    """start + the sum of indices times strides, for every element; None if there are too many."""
     if math.prod(sizes) > LIMIT or not all(sizes):
         return None
     found: _Ints = np.full([1] * len(sizes), start, dtype=np.int64)
@@ -124,7 +124,7 @@ def _addresses(sizes: Sequence[int], strides: Sequence[int], start: int) -> _Int
 
 
 def taken(whole: Ref, reading: Reading, sizes: Sequence[int], emit: Callable[..., Ref]) -> Ref:
-    """The elements that a result of these sizes reads from its operand; `emit` appends an op."""
+    """Emit the elements that a result of these sizes reads from its operand; `emit` appends an op."""
     kept, selected = ([sizes[dim] for dim in dims] for dims in (reading.kept, reading.selected))
     flat = emit("aten.reshape.default", emit("aten.permute.default", whole, reading.order), (*kept, reading.length))
     index: Argument = reading.first

@@ -34,9 +34,9 @@ _DEVICE = (
     "nn.ParameterList, nn.ModuleList and the like, not in lists"
 )
 _CAST = "give inputs the dtypes that the model computes with, or cast them in forward: x.to(dtype)"
-_OF_DTYPES = re.compile(r"dtype|scalar type|type \(|tensors used as indices")  # what torch says of operands of other dtypes
+_OF_DTYPES = re.compile(r"dtype|scalar type|type \(|tensors used as indices")  # in torch's errors about operand dtypes
 _FAKE = "give it one that makes an empty tensor of the result's shape: @op.register_fake, or torch.library.register_fake"
-_NO_FAKE = re.compile(  # in what torch says of an operator of another library that it cannot trace
+_NO_FAKE = re.compile(  # in torch's errors about operators of other libraries that it cannot trace
     r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)|([\w:.]+): attempted to run this operator with Meta tensors"
     r"|Could not run '(?!aten)([\w:.]+)' with arguments from the 'Meta' backend"
 )
@@ -45,8 +45,8 @@ _SIZE = (
     "or reduce what one mask selects, x[mask], by a sum, a mean or a loss over its rows; static=[...] makes an input "
     "of integers a constant"
 )
-_NUMBER = re.compile(r"Size-like symbols: u")  # in what torch says of a choice by a number of elements
-_SAID = {  # what torch says: what it means, and the way out
+_NUMBER = re.compile(r"Size-like symbols: u")  # in torch's errors about branches on a number of elements
+_SAID = {  # torch's error: what it means, and the way out
     "fake tensor in the exported program constant's list": (
         "forward uses a tensor that is neither an argument, nor in a module, nor made in forward",
         "register it as a buffer",
@@ -76,7 +76,7 @@ _SAID = {  # what torch says: what it means, and the way out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """The exported graph, whose flat outputs are the tensors of `returned`, and what its call left behind."""
+    """The exported graph, whose flat outputs are the tensors of `returned`, and the state that its call left behind."""
 
     exported: torch.export.ExportedProgram
     returned: ReturnSpec
@@ -93,7 +93,7 @@ def trace(
 ) -> Traced:
     """Export a module on the meta device; warns once of results that are left out, raises CaptureError with the line.
 
-    With what was answered in a tracing before, `nothing` says for each question there whether nothing is selected below it.
+    With the questions `answered` in an earlier tracing, `nothing` says for each whether nothing is selected below it.
     """
     lines = answered.lines
     while True:
@@ -106,7 +106,7 @@ def trace(
 def _traced(
     module: nn.Module, call: ModelCall, assumptions: Assumptions, values: Mapping[str, torch.Tensor], rows: EmptySelections
 ) -> Traced:
-    """The module exported once; raises AskedForRows where torch asks for more than was known."""
+    """The module exported once; raises AskedForRows if torch needs to know of more selections whether they have rows."""
     found: list[tuple[ReturnSpec, tuple[str, ...]]] = []
 
     def flatten(_module: nn.Module, _args: object, result: object) -> tuple[torch.Tensor, ...]:
@@ -127,7 +127,7 @@ def _traced(
         with (
             watched(module, answers, values, rows) as made,
             _quiet(),
-            _use_lazy_graph_module(True),  # no code is written of graphs that nobody runs
+            _use_lazy_graph_module(True),  # no code is generated for graphs that nobody runs
             torch.device("meta"),
             torch.enable_grad(),
         ):
@@ -149,7 +149,7 @@ def _traced(
 
 
 def explained(error: Exception, model: str) -> AutoparError:
-    """The CaptureError for what torch.export raised; our own errors inside it come out as they are."""
+    """The CaptureError for an error from torch.export; our own errors inside it are returned unchanged."""
     ours = next((link for link in source_location.chain(error) if isinstance(link, AutoparError)), None)
     if ours is not None:
         return ours
@@ -177,7 +177,7 @@ def explained(error: Exception, model: str) -> AutoparError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress what torch prints, logs and warns of while it traces; what the model prints is shown afterwards."""
+    """Suppress torch's output, logs and warnings while it traces; output of the model is shown afterwards."""
     names = ("export._trace", "fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
     loggers = [logging.getLogger(f"torch.{name}") for name in names]
     levels = [logger.level for logger in loggers]
@@ -196,10 +196,10 @@ def _quiet() -> Iterator[None]:
 
 
 def branching(model: str, at: str) -> CaptureError:
-    """The error for a branch that values decide."""
+    """The error for a branch that depends on values."""
     return CaptureError(f"the control flow of {model} depends on the values of a tensor", at=at, fix=_BRANCH)
 
 
 def varying(what: str, at: str) -> CaptureError:
-    """The error for a size or a number that is only known when the model runs."""
+    """The error for a size or a number that is only known at run time."""
     return CaptureError(f"{what} depends on the values of a tensor", at=at, fix=_SIZE if "shape" in what else _BRANCH)

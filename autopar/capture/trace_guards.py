@@ -1,16 +1,16 @@
 """Guards around tracing: raise an error for what torch.export would drop silently, and work around what it rejects.
 
 An `autograd.Function` is traced through its forward only, a tensor hook leaves no trace at all, and `torch.tensor([1, 2])` or
-`x[[1, 2]]` on the meta device has no numbers. The first is an operator where that is not all
-(`autopar.capture.custom_functions`), hooks are refused; the others are made of operators that carry them
-(`autopar.capture.literals`). What only looks at values to refuse them, or to find out what a mask is, looks away:
-`autopar.capture.assertions`. Bags of embeddings are spelt out: `autopar.capture.embedding_bag`.
+`x[[1, 2]]` on the meta device has no numbers. The first becomes an operator if tracing its forward is not enough
+(`autopar.capture.custom_functions`), hooks are refused, and the others are built of operators that carry the numbers
+(`autopar.capture.literals`). Code that inspects values only to reject them, or to classify a mask, is skipped:
+`autopar.capture.assertions`. Embedding bags are written out: `autopar.capture.embedding_bag`.
 
-All of it is one function mode, on top of those of torch.export while the traced module runs. Modes are not asked for some names
-only, `torch.from_numpy`, `torch.autocast` when it is made, two questions about that, `torch.is_grad_enabled`, the `apply` of
-functions, the transforms of `torch.func` (`autopar.capture.function_transforms`), and what draws a number of Python
-(`autopar.capture.drawn_numbers`): these are replaced meanwhile, as is how torch finds the line that made a node, and other
-threads do not notice.
+All of it is one function mode, on top of those of torch.export while the traced module runs. Some functions never reach a mode:
+`torch.from_numpy`, the constructor of `torch.autocast` and two queries about it, `torch.is_grad_enabled`, the `apply` of
+functions, the transforms of `torch.func` (`autopar.capture.function_transforms`), and functions that draw a Python number
+(`autopar.capture.drawn_numbers`). They are replaced for the duration, as is torch's lookup of the line that made a node; other
+threads are not affected.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_funct
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What a call changed in places of Python, the tensors that it put there, the names of those that it computed with, tensors
-    from elsewhere that are literals or have a gradient, the buffers whose values it read, each with a line that did, and what
-    it asked about selections.
+    """Effects of a call: state that it changed in Python, tensors that it stored there, names of tensors that it computed with,
+    tensors from outside that became literals or have a gradient, the buffers whose values it read, each with a line that read
+    it, and its questions about selections.
     """
 
     changes: Changes
@@ -90,9 +90,9 @@ class Traces:
 def watched(
     module: nn.Module, answers: Answers, values: Mapping[str, torch.Tensor], rows: EmptySelections
 ) -> Iterator[list[Traces]]:
-    """While this is open, calls of the module run under `Guards`, and what modes do not see can be traced.
+    """Context in which calls of the module run under `Guards`, and what modes do not see can be traced.
 
-    The list gets what each call leaves behind. `values` has those of buffers, by name.
+    Yields a list to which each call adds its effects. `values` has the values of buffers, by name.
     """
     made: list[Traces] = []
     call: Callable[..., object] = module._call_impl
@@ -118,7 +118,7 @@ def watched(
         generators.refuse(f"the end of {type(module).__name__}.forward")
         return result
 
-    module._compiled_call_impl = guarded  # torch has no other place for what should run around a module and its hooks
+    module._compiled_call_impl = guarded  # the only hook of torch that runs around a module and its own hooks
     unseen: list[tuple[ModuleType | type, str, Any]] = [
         (torch.autocast, "__init__", _casting_as_the_cpu(torch.autocast.__init__)),
         (torch, "from_numpy", _from_array(torch.from_numpy)),
@@ -146,7 +146,7 @@ def watched(
 
 
 class Guards(TorchFunctionMode):
-    """Refuses what is in `_REFUSED` and what has a backward of its own, and replaces what is in `_STAND_INS`."""
+    """Refuses functions in `_REFUSED` and those with a backward of their own, and replaces functions in `_STAND_INS`."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class Guards(TorchFunctionMode):
         self.stand_ins, self.of_the_cpu = stand_ins, CpuTensors()
         self.inside: set[FunctionType] = set()
         self.masks, self.repairs = Masks(), Repairs()
-        self.functions: dict[str, Callable[..., object]] = {}  # what is called in the place of those that are applied
-        self.applying = False  # an operator, which applies a function itself
+        self.functions: dict[str, Callable[..., object]] = {}  # what is called in place of an autograd.Function
+        self.applying = False  # an operator, which applies the function itself
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -192,11 +192,11 @@ class Guards(TorchFunctionMode):
         given: dict[str, object],
         asker: FrameType,
     ) -> object:
-        """What a function of torch returns while the model is traced."""
+        """The result of a torch function while the model is traced."""
         self.generators.refuse(source_location.of_frame(asker))
         args = autocast.cast(func, args)
         if func is torch._C._set_grad_enabled and _of_checkpoint(asker):
-            with torch._C.DisableTorchFunction():  # unseen by torch.export: the planner decides what is recomputed
+            with torch._C.DisableTorchFunction():  # hidden from torch.export: the planner decides what is recomputed
                 torch._C._set_grad_enabled(True)
             return None
         if func in READING and (found := self.known.number(func, args[0], asker)) is not None:
@@ -239,10 +239,10 @@ class Guards(TorchFunctionMode):
         return self.known.reading(func, args, given, asker)
 
     def applied(self, function: type[Function], args: tuple[object, ...]) -> object:
-        """What an `autograd.Function` returns, if only its forward cannot be traced: the result of an operator, or of the
-        callable that it does no more than run.
+        """The result of an `autograd.Function` if tracing its forward alone is not enough: that of an operator, or of the
+        callable if the function does no more than run it.
 
-        Raises CaptureError for one that no operator can call.
+        Raises CaptureError if no operator can call the function.
         """
         if self.applying or function.__module__.partition(".")[0] == "torch":
             return NotImplemented
@@ -259,7 +259,7 @@ class Guards(TorchFunctionMode):
             self.applying = False
 
     def function(self, function: type[Function], args: tuple[object, ...]) -> Callable[..., object]:
-        """What is called in the place of a function."""
+        """The replacement of a function."""
         if custom_functions.by_autograd(function, args):
             return lambda *_: NotImplemented
         if made := custom_functions.as_operator(function, args):
@@ -272,8 +272,8 @@ class Guards(TorchFunctionMode):
         )
 
     def enter(self, function: FunctionType, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Run a function of torch that is written in Python so that what it calls is guarded too."""
-        self.inside.add(function)  # some ask for modes by another name than `unasked` answers
+        """Run a torch function written in Python so that the functions that it calls are guarded, too."""
+        self.inside.add(function)  # some query modes under another name than `unasked` replaces
         try:
             with self:
                 return unasked(function)(*args, **kwargs)
@@ -282,7 +282,7 @@ class Guards(TorchFunctionMode):
 
 
 def unasked(function: Any) -> Callable[..., object]:
-    """A function of torch that does not ask whether there is a mode, which it would be handed to."""
+    """A copy of a torch function that skips the query for modes, to which it would be dispatched."""
     names = function.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -297,20 +297,20 @@ def _refuse_sparse(args: tuple[object, ...], frame: FrameType) -> None:
 
 
 def _asks(func: object, args: tuple[object, ...]) -> bool:
-    """Whether a call asks a tensor for a truth value."""
+    """Whether a call reads a truth value from a tensor."""
     item = func is torch.Tensor.item and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bool
     return item or func is torch.Tensor.__bool__
 
 
 def _of_checkpoint(frame: FrameType | None) -> bool:
-    """Whether `torch.no_grad` was entered or left by torch.utils.checkpoint itself."""
+    """Whether torch.utils.checkpoint itself entered or left `torch.no_grad`."""
     while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code is CheckpointFunction.forward.__code__
 
 
 def _casting_as_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    """What makes a `torch.autocast`: of "meta", as `torch.autocast(x.device.type)` becomes while tracing, that of the CPU."""
+    """The constructor of `torch.autocast`, which takes "meta" (`x.device.type` while tracing) for the CPU."""
 
     @functools.wraps(original)
     def made(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -320,8 +320,8 @@ def _casting_as_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _registering(original: Callable[..., None]) -> Callable[..., None]:
-    """What registers a buffer, or assigns to it. One that there was not, or was None, is an attribute while forward runs, as
-    torch.export would write it into another tensor; of others it need not hear: see `AssignedBuffers`."""
+    """Registers a buffer, or assigns to it. While forward runs, a buffer that did not exist, or was None, becomes an attribute,
+    as torch.export would write it into another tensor; the others are kept from it as well: see `AssignedBuffers`."""
     tracing, registers = threading.get_ident(), original is nn.Module.register_buffer
 
     @functools.wraps(original)
@@ -341,7 +341,7 @@ def _registering(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Callable[[np.ndarray[Any, Any]], torch.Tensor]:
-    """`torch.from_numpy` as a literal in this thread; another one, which loads data, say, has the original."""
+    """`torch.from_numpy` as a literal in this thread; other threads, which may load data, get the original."""
     tracing = threading.get_ident()
 
     def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-_NONE = 0  # torch.nn._reduction's number
+_NONE = 0  # the value in torch.nn._reduction
 _LIBRARY = torch.library.Library("autopar_selected", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = {
     "cross_entropy_loss": "Tensor self, Tensor target, Tensor? weight=None, int reduction=1, SymInt ignore_index=-100, "
@@ -19,7 +19,7 @@ _ALIGNED = (
 )
 _MEANT = {f"autopar_selected.{name}.default": f"aten.{name}.default" for name in _SCHEMAS} | {
     "autopar_selected.ctc_loss.default": "aten.ctc_loss.Tensor"
-}  # those of ATen that are meant
+}  # their counterparts in ATen
 
 
 def _aligned(
@@ -41,7 +41,7 @@ torch.library.register_fake("autopar_selected::ctc_loss", _aligned, lib=_LIBRARY
 
 
 def of_lengths(literal: Callable[..., torch.Tensor]) -> Callable[..., Callable[..., torch.Tensor]]:
-    """`torch.ctc_loss` as the loss of this library; `literal` makes tensors of lengths that are numbers."""
+    """`torch.ctc_loss`, replaced by this library's loss; `literal` turns lengths given as numbers into tensors."""
 
     def loss(scores: torch.Tensor, targets: torch.Tensor, *rest: object) -> torch.Tensor:
         lengths = (one if isinstance(one, torch.Tensor) else literal(one) for one in rest[:2])
@@ -52,7 +52,7 @@ def of_lengths(literal: Callable[..., torch.Tensor]) -> Callable[..., Callable[.
 
 
 def of_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A loss of `torch._C._nn`; the one of this library with its name where a size is not known."""
+    """A loss of `torch._C._nn`, replaced by this library's where a size is not known."""
     traced = getattr(torch.ops.autopar_selected, original.__name__)
 
     def loss(scores: torch.Tensor, *args: object) -> torch.Tensor:
@@ -63,5 +63,5 @@ def of_rows(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def meant(target: object) -> str:
-    """The operator of a node: ATen's for one of this library."""
+    """The operator of a node; for one of this library, its counterpart in ATen."""
     return _MEANT.get(str(target), str(target))
