@@ -82,8 +82,8 @@ def capture(
 
     Args:
         dtype: cast floating tensors of the program, as `model.to(dtype)` would; the signature keeps the sample's dtypes.
-            places: new sizes for these dims of the sample.
-            assumptions: the user's assumptions on values.
+        places: new sizes for these dims of the sample.
+        assumptions: the user's assumptions on values.
 
     Raises:
         CaptureError: something cannot be captured; names the line of the model.

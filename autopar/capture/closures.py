@@ -35,8 +35,8 @@ class _Closures:
     """The functions of a model that must be copied with it.
 
     Args:
-            model: the model being copied.
-            memo: the memo of the copy. Copied functions are added to it with empty closures, until `fill`.
+        model: the model being copied.
+        memo: the memo of the copy. Copied functions are added to it with empty closures, until `fill`.
     """
 
     def __init__(self, model: nn.Module, memo: _Memo) -> None:

@@ -1,10 +1,10 @@
 """Tensors that forward creates on the CPU or gets from outside, while its parameters and inputs are on the meta device.
 
-        x * torch.Tensor([1, 2])             made of numbers, by a tensor class: a literal
-        x[torch.LongTensor([0, 2])]
-        x + torch.zeros(4, device="cpu")     made by an operator: moved, which a program need not do
-        y.type(x.type())                     "torch.FloatTensor" is the type of x
-        (x - MEAN) / STD                     globals of a file, or closed over: literals, if they are few numbers
+    x * torch.Tensor([1, 2])             made of numbers, by a tensor class: a literal
+    x[torch.LongTensor([0, 2])]
+    x + torch.zeros(4, device="cpu")     made by an operator: moved, which a program need not do
+    y.type(x.type())                     "torch.FloatTensor" is the type of x
+    (x - MEAN) / STD                     globals of a file, or closed over: literals, if they are few numbers
 
 With parameters on the CPU such a forward runs unchanged; on other devices only if it moves these tensors itself. Each is turned
 into a meta tensor once, shared by all of its uses: a write by one is seen by the next.

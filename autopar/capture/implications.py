@@ -1,8 +1,8 @@
 """Checks, by trying values, that a selection has no rows whenever a condition says so.
 
-        counts = one_hot(chosen, 4).sum((0, 1))          for some values of `chosen`, counts[2] > 0 is False:
-        if counts[2] > 0:                                only if chosen == 2 is true nowhere
-            i, k = where(chosen == 2)
+    counts = one_hot(chosen, 4).sum((0, 1))          on all tried values of `chosen`, counts[2] > 0 is False
+    if counts[2] > 0:                                only where chosen == 2 is true nowhere
+        i, k = where(chosen == 2)
 
 Question and mask are traced back through integers and truth values to their sources, such as an input or the choice of a
 router. These are filled with trial values: each number and each truth value in a single place, many of them, none at all.

@@ -35,7 +35,7 @@ def filled(op: SelectedOp, target: str, named: Named) -> tuple[Ref, ...] | None:
 def joined(op: SelectedOp, args: tuple[Argument, ...]) -> tuple[Ref, ...] | None:
     """The concatenation of tensors along the dim that holds the rows of selections; None for any other node.
 
-    Raises CaptureError if other parts, or in another order, have the same number of rows: nothing tells them apart.
+    Raises CaptureError if different parts, or the same in another order, have as many rows: nothing tells them apart.
     """
     found, selections = op.node.meta.get("val"), op.selections
     if str(op.node.target) != "aten.cat.default" or not isinstance(found, torch.Tensor):

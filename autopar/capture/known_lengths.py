@@ -1,7 +1,7 @@
 """Results whose length depends on numbers that are known during tracing.
 
-        torch.repeat_interleave(x, repeats)      x at the repeated indices: x[[0, 0, 1]] for [2, 1]
-        torch.unique_consecutive(x)              x where it differs from before: x[[0, 2]] for [5, 5, 6]; and its counts, [2, 1]
+    torch.repeat_interleave(x, repeats)      x at the repeated indices: x[[0, 0, 1]] for [2, 1]
+    torch.unique_consecutive(x)              x where it differs from before: x[[0, 2]] for [5, 5, 6]; and its counts, [2, 1]
 
 The graph computes the indices, by comparing with the running sum of the counts, or by a sort.
 """

@@ -1,10 +1,10 @@
 """Selection by masks that depend only on sizes: they are known during tracing, so the selection has a shape.
 
-        logits[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)      the elements off the diagonal, by their indices
-        rows, columns = torch.where(torch.ones(n, n).triu(1) > 0)
+    logits[~torch.eye(n, dtype=torch.bool)].view(n, n - 1)      the elements off the diagonal, by their indices
+    rows, columns = torch.where(torch.ones(n, n).triu(1) > 0)
 
-The graph finds the indices by a stable sort of the mask; written out as numbers, they would make the graph as long. Rows that
-are assigned through any mask, x[mask] = rows, are scattered.
+The graph finds the indices by a stable sort of the mask; written out as numbers, they would make the graph as long as they are
+many. Rows that are assigned through any mask, x[mask] = rows, are scattered.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ def kept(first: Traced, again: Callable[[], Traced], same: Callable[[Traced], bo
     """The dotted names of attributes that forward computed once and kept.
 
     Args:
-            first: the captured call, which is to stand for all calls.
-            again: traces the next call, with the state that the first left in Python.
-            same: whether a call that uses no tensor of the first is the same program.
+        first: the captured call, which is to stand for all calls.
+        again: traces the next call, with the state that the first left in Python.
+        same: whether a call that uses no tensor of the first is the same program.
 
     Raises CaptureError if the next call is another program, changes attributes again, or uses a tensor that depends on values
     of the first call.

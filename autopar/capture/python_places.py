@@ -1,10 +1,10 @@
 """The places where forward may leave Python state for its next call: attributes of modules, and others.
 
-        self.calls += 1                          an attribute of a module of the model
-        next(self.rates)                         an iterator there
-        Schedule.calls += 1                      an attribute of a class, here and in files that define classes of the model
-        global calls; calls += 1                 a global of such a file
-        def forward(self, x, before=[]): ...     a default of a function there
+    self.calls += 1                          an attribute of a module of the model
+    next(self.rates)                         an iterator there
+    Schedule.calls += 1                      an attribute of a class, here and in files that define classes of the model
+    global calls; calls += 1                 a global of such a file
+    def forward(self, x, before=[]): ...     a default of a function there
 
 The modules are copies made for tracing. All else is the user's, so changes that tracing makes there are undone.
 """

@@ -186,7 +186,7 @@ class Settings:
 
     @staticmethod
     def of(model: nn.Module, kept: Set[str], constants: Iterable[torch.Tensor]) -> Settings:
-        """The settings of every module of a model, except those private to its class (but with peft's switch of adapters) or
+        """The settings of every module of a model, except those private to its class (peft's switch of adapters is not) or
         set by forward."""
         named = [*model.named_modules()]
         return Settings(

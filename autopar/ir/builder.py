@@ -1,8 +1,8 @@
 """Building programs op by op, and rewriting them.
 
-Names are given in one place: the results of an op are called `module.path:op#n`, n counting the ops of this short name in this
-module from 0, and `module.path:op#n.0`, `.1`, ... when the op returns several tensors. An op that is copied keeps what is in
-front of its number, also where another operator stands in its place (`autopar.passes.no_dropout`): a plan knows it by that.
+Names are assigned in one place: the results of an op are called `module.path:op#n`, where n counts the ops of this short name
+in this module from 0, and `module.path:op#n.0`, `.1`, ... if the op returns several tensors. A copied op keeps the part before
+its number, as does one whose operator is replaced (`autopar.passes.no_dropout`): plans refer to ops by that.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Builder:
         results: Kind | tuple[Kind, ...] | None = None,
         stem: str = "",
     ) -> tuple[Ref, ...]:
-        """Append an op and return its results; what they are is inferred on the meta device unless it is given.
+        """Append an op and return its results, whose kinds are inferred on the meta device unless given.
 
-        `stem` is what its name begins with, up to the number, by default its module and its short name.
+        `stem` is its name up to the number; by default, its module and short name.
         """
         if results is None:
             results = self.infer(target, args, kwargs)
         stem = stem or f"{module}:{short(target)}"
-        while (name := f"{stem}#{self._count[stem]}") in self.values:  # an input or a parameter may be called so
+        while (name := f"{stem}#{self._count[stem]}") in self.values:  # an input or a parameter may have this name
             self._count[stem] += 1
         self._count[stem] += 1
         if isinstance(results, Kind):
@@ -60,7 +60,7 @@ class Builder:
         return tuple(Ref(value.name) for value in values)
 
     def infer(self, target: str, args: tuple[Argument, ...], kwargs: Keywords = ()) -> Kind | tuple[Kind, ...]:
-        """What `target` returns for these operands; asked once for all calls that look alike."""
+        """The kinds of `target`'s results for these operands; inferred once for all calls that look alike."""
         key = f"{target}({', '.join(self._alike(a) for a in args)}; {', '.join(f'{k}={self._alike(a)}' for k, a in kwargs)})"
         if key not in self._known:
             self._known[key] = infer(target, args, kwargs, self.values.__getitem__)
@@ -93,7 +93,7 @@ class Rewriter(Builder):
         self._now = {name: name for name in self.values}
 
     def new(self, argument: Argument) -> Argument:
-        """An argument of the old program in terms of the new one."""
+        """An argument of the old program, translated to values of the new one."""
 
         def change(leaf: Ref | Static) -> Argument:
             return Ref(self._now[leaf.name]) if isinstance(leaf, Ref) else leaf
@@ -103,7 +103,7 @@ class Rewriter(Builder):
     def keep(
         self, op: Op, *, target: str = "", args: tuple[Argument, ...] | None = None, kwargs: Keywords | None = None
     ) -> None:
-        """Copy an op, perhaps with another target or arguments (which name old values); its results stay what they were."""
+        """Copy an op, perhaps with another target or arguments (given as old values); its results keep their kinds."""
         self.put(
             op,
             target or op.target,
@@ -113,19 +113,19 @@ class Rewriter(Builder):
         )
 
     def put(self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords, results: Kind | tuple[Kind, ...]) -> None:
-        """An op in the place of an old one, with as many results; its arguments name new values."""
+        """Emit an op in place of an old one, with as many results; its arguments refer to new values."""
         known = stem(op) if target == op.target else ""
         refs = self.emit(target, args, kwargs, module=op.module, source=op.source, results=results, stem=known)
         for result, ref in zip(op.results, refs, strict=True):
             self._now[result.name] = ref.name
 
     def beside(self, op: Op, target: str, args: tuple[Argument, ...], kwargs: Keywords = ()) -> Ref:
-        """A further op at the place of `op`, with one result; its arguments name new values."""
+        """Emit an additional op next to `op`, with one result; its arguments refer to new values."""
         (ref,) = self.emit(target, args, kwargs, module=op.module, source=op.source)
         return ref
 
     def forward(self, old: str, new: Ref) -> None:
-        """From here on the old value is this new one."""
+        """Replace an old value by an existing new one from here on."""
         self._now[old] = new.name
 
     def finish(self) -> Program:
@@ -134,7 +134,7 @@ class Rewriter(Builder):
 
 
 def kinds(op: Op) -> Kind | tuple[Kind, ...]:
-    """What an op returns, as `infer` says it."""
+    """The kinds of an op's results, in the form that `infer` returns."""
     return tuple(map(kind, op.results)) if op.several else kind(op.results[0])
 
 

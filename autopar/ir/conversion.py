@@ -1,6 +1,6 @@
 """Conversions: how a value goes from one layout to another, one mesh axis at a time, and what its gradient does then.
 
-Weights, and their gradients, may also go over several adjacent axes in one message, as over the axis that these make.
+Weights and their gradients may also cross several adjacent axes in one message, as if these were a single axis.
 
 A conversion is a pair of primitives, one for the value and one for the gradient on its way back. Four primitives are
 collectives, four are local:
@@ -10,8 +10,8 @@ collectives, four are local:
     reduce_scatter  add, and keep one's own chunk                    slice      keep one's own chunk
     all_to_all      cut along one dim, join along another            pad        own chunk in its place, zeros around it
 
-What lies on the host comes to the device by one more conversion, on the axis of memories: it is *fetched* over the host's bus,
-and its gradient is *stowed*, that is, copied to the host. What lies on the disk is *read*, and its gradient is *written*.
+A value on the host is brought to the device by one more conversion, on the axis of memories: it is *fetched* over the host's
+bus, and its gradient is *stowed*, that is, copied to the host. A value on the disk is *read*, and its gradient is *written*.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autopar.ir.program import Value, elements
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 TO_DEVICE, FROM_DEVICE = ("fetch", "read"), ("stow", "write")
-COPIES = (*TO_DEVICE, *FROM_DEVICE)  # between the memories of one device
-CARRIED = (*COLLECTIVES, *COPIES)  # what a link carries: those that are messages
-SUMS = ("all_reduce", "reduce_scatter")  # those that add
+COPIES = (*TO_DEVICE, *FROM_DEVICE)  # copies between the memories of one device
+CARRIED = (*COLLECTIVES, *COPIES)  # messages: primitives that use a link
+SUMS = ("all_reduce", "reduce_scatter")  # primitives that add
 
 # (from, to) -> (forward, backward)
 CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
@@ -45,16 +45,16 @@ CONVERSIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("P", "I"): ("all_reduce", "identity"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
-FLATTENED = (("S", "R"), ("S", "I"), ("I", "R"))  # of weights: over several axes at once
+FLATTENED = (("S", "R"), ("S", "I"), ("I", "R"))  # for weights: over several axes at once
 FETCHES: dict[tuple[str, str], tuple[str, str]] = {("H", "I"): ("fetch", "stow"), ("D", "I"): ("read", "write")}
-WAYS = {**CONVERSIONS, **FETCHES}  # between ranks, and between memories
+WAYS = {**CONVERSIONS, **FETCHES}  # conversions between ranks, and between memories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One value changes its state on an axis, of the mesh or flattened (`layout.numbered_axes`).
+    """Changes the state of a value on one axis, which belongs to the mesh or is flattened (`layout.numbered_axes`).
 
-    `source` and `target` are whole layouts that differ there only.
+    `source` and `target` are whole layouts, which differ on that axis only.
     """
 
     axis: int
@@ -63,7 +63,7 @@ class Conversion:
 
     @staticmethod
     def between(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Conversion | None:
-        """The conversion from one layout to another; None if it takes more than one."""
+        """The conversion from one layout to another; None if that takes more than one."""
         changed = tuple(axis for axis, (before, after) in enumerate(zip(source, target, strict=True)) if before != after)
         numbered = numbered_axes(len(source))
         if changed not in numbered or (len(changed) > 1 and not flattens(source, target, changed, sizes)):
@@ -101,7 +101,7 @@ class Conversion:
         return state.dim, blocks(layout, self.axes[0], shape, sizes)
 
     def possible(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-        """Whether collectives do it: an all-to-all within a dim needs blocks that are cut where those of the other side are."""
+        """Whether collectives support it: an all-to-all within a dim needs blocks whose cuts line up on both sides."""
         if self.kinds != ("S", "S") or self.source[self.axis].dim != self.target[self.axis].dim:
             return True
         outer, inner = sorted(blocks(layout, self.axis, shape, sizes) for layout in (self.source, self.target))
@@ -109,7 +109,7 @@ class Conversion:
 
 
 def flattens(source: Layout, target: Layout, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether one message goes over several adjacent axes: the states there change alike, and a split is one of them all."""
+    """Whether one message can cross several adjacent axes: their states change alike, and their splits form a single one."""
     kinds = {(source[axis].kind, target[axis].kind) for axis in axes}
     own = any(layout[axis].own for layout in (source, target) for axis in axes)
     alike = len(kinds) == 1 and kinds <= set(FLATTENED) and not own
@@ -117,8 +117,8 @@ def flattens(source: Layout, target: Layout, axes: tuple[int, ...], sizes: tuple
 
 
 def scattered(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether the parts into which an axis splits a tensor lie apart in the whole one: collectives send and receive parts one
-    after the other, so that they are copied before they are cut, or when they are joined."""
+    """Whether the parts into which an axis splits a tensor are not contiguous in it: collectives send and receive contiguous
+    parts, so these are copied before sending, or when they are joined."""
     state = layout[axis]
     if state.kind != "S":
         return False
@@ -126,13 +126,13 @@ def scattered(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[in
 
 
 def copies(primitive: str, *, before: bool, after: bool) -> int:
-    """How often a primitive copies the larger of its tensors on the device, where the parts of the given one, and of the one
-    that it gives, are `scattered`."""
+    """How often a primitive copies the larger of its tensors on the device; `before` and `after` say whether the parts of its
+    operand and of its result are `scattered`."""
     return {"all_gather": before, "reduce_scatter": after, "all_to_all": before + after}.get(primitive, 0)
 
 
 def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool = False) -> Bytes:
-    """What a primitive takes while it runs beside the tensor that it is given and the one that it gives.
+    """The memory that a primitive takes while it runs, besides its operand and its result.
 
     `back` asks for the gradient's primitive.
     """
@@ -143,7 +143,7 @@ def beside(step: Conversion, value: Value, sizes: tuple[int, ...], *, back: bool
 
 
 def arrival(layout: Layout, given: Layout | None = None) -> tuple[Conversion, ...]:
-    """How an input comes to a layout of I and S: it is sliced axis by axis where it is not `given` split, by default whole."""
+    """The slices that bring an input to a layout of I and S, axis by axis; it arrives laid out as `given`, by default whole."""
     steps, before = [], given or (I,) * len(layout)
     for axis, state in each_split(layout):
         if before[axis] == state:

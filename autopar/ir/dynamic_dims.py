@@ -19,7 +19,7 @@ DimSizes = int | Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """A size that may vary: its dims (one number, or a dim for each input by name) and, if there are any, its bounds."""
+    """A size that may vary: its dims (one number, or a dim for each input by name) and bounds, if any."""
 
     dims: DimSizes
     least: int = 2
@@ -28,18 +28,18 @@ class Dynamic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A size that may vary: where the inputs have it, what it is in the sample, and what a plan allows."""
+    """A size that may vary: where the inputs have it, its value in the sample, and the values that a plan allows."""
 
     name: str
     places: tuple[InputDim, ...]
     sample: int
     least: int
     most: int | None
-    multiple: int = 1  # of what the plan's layouts can divide
+    multiple: int = 1  # the allowed values are multiples of this, as the plan's layouts divide them
 
     @property
     def allowed(self) -> str:
-        """What it may be, in words."""
+        """The allowed values, in words."""
         least = -(-self.least // self.multiple) * self.multiple
         end = f" up to {self.most}" if self.most is not None else ""
         if self.multiple == 1:
@@ -48,7 +48,7 @@ class Size:
 
     @property
     def where(self) -> str:
-        """Which dims it is, in words."""
+        """The dims that have this size, in words."""
         dims: dict[int, list[str]] = {}
         for path, dim in self.places:
             dims.setdefault(dim, []).append(path)
@@ -59,7 +59,7 @@ class Size:
 
 
 def declared(dynamic: Mapping[str, DimSizes | Dynamic], shapes: Mapping[str, Shape]) -> tuple[Size, ...]:
-    """The sizes that a user declares for a sample with these shapes. Raises ConstraintError for what it does not have."""
+    """The sizes that a user declares for a sample with these shapes. Raises ConstraintError for dims that it does not have."""
     if not isinstance(dynamic, Mapping):
         raise ConstraintError(f"dynamic={dynamic!r} names no sizes", fix='a mapping of names to dims, such as {"batch": 0}')
     found: dict[InputDim, str] = {}
@@ -117,7 +117,7 @@ def _size(name: str, places: tuple[InputDim, ...], wanted: Dynamic, shapes: Mapp
 
 
 def numbers(sizes: Sequence[Size], shapes: Mapping[str, Shape]) -> tuple[int, ...]:
-    """What the sizes are in a call; raises InputError if inputs disagree on one, or if the plan does not allow it."""
+    """The values of the sizes in a call; raises InputError if inputs disagree on one, or if the plan does not allow it."""
     found = []
     for size in sizes:
         lengths = {place: shapes[place[0]][place[1]] for place in size.places}
@@ -137,13 +137,13 @@ def numbers(sizes: Sequence[Size], shapes: Mapping[str, Shape]) -> tuple[int, ..
 
 
 def dim_sizes(sizes: Sequence[Size], found: Sequence[int] | None = None) -> dict[InputDim, int]:
-    """The size of every dim that varies, for these numbers; without any for those of the sample."""
+    """The size of every dim that varies, for the values `found`; by default those of the sample."""
     given = [size.sample for size in sizes] if found is None else found
     return {place: number for size, number in zip(sizes, given, strict=True) for place in size.places}
 
 
 def describe_sizes(sizes: Sequence[Size], found: Sequence[int]) -> str:
-    """The sizes that are others than in the sample, in words: "batch=16"."""
+    """The sizes that differ from the sample, in words: "batch=16"."""
     return ", ".join(f"{size.name}={number}" for size, number in zip(sizes, found, strict=True) if number != size.sample)
 
 

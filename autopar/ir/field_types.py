@@ -1,4 +1,4 @@
-"""Types of fields that users give: what is of another type is refused where it is given, and not where it is first read."""
+"""Types of fields that users set: a value of the wrong type is refused when it is given, not when it is first read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NAMES = {float: "a number", int: "a number", str: "a text", bool: "True or False
 
 
 def check_fields(whose: str, given: object) -> None:
-    """Raise MeshError for a field of a dataclass that is not of its type; numbers may be of any class."""
-    of: Any = type(given)  # Hashable to a type checker
+    """Raise MeshError if a field of a dataclass is not of its declared type; any class of numbers is accepted."""
+    of: Any = type(given)  # typed as Any, since a type checker wants it hashable
     for name, kind in _types(of).items():
         if not _is(value := getattr(given, name), kind):
             raise MeshError(f"{whose} {name} is {repr(value)[:80]}, not {_words(kind)}")
@@ -27,7 +27,7 @@ def _types(kind: type) -> Mapping[str, Any]:
 
 
 def _is(value: object, kind: Any) -> bool:
-    """Whether a value is of a type: a number, a text, a dataclass, a mapping, a tuple or one of several."""
+    """Whether a value is of a type: a number, a string, a dataclass, a mapping, a tuple or a union of types."""
     origin, inside = get_origin(kind), get_args(kind)
     if kind in (float, int):
         return isinstance(value, Real) and not isinstance(value, bool)

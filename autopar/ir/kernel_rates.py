@@ -1,4 +1,4 @@
-"""What a device reaches of its peaks: coefficients of the laws in `autopar.cost_models.kernels`, as data."""
+"""The share of its peaks that a device reaches: coefficients of the laws in `autopar.cost_models.kernels`, as data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from autopar.errors import MeshError
 
-# Bytes that a kernel for tensor cores loads at once: where rows of a matrix do not begin at multiples of them, it is slow.
+# Bytes that a tensor-core kernel loads at once; it is slow if rows of a matrix do not begin at multiples of them.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRate:
-    """How fast a device multiplies matrices, tile by tile. Raises MeshError for numbers that no device has."""
+    """How fast a device multiplies matrices, tile by tile. Raises MeshError for impossible numbers."""
 
-    processors: int  # that compute a tile each at the same time: streaming multiprocessors
-    fraction: float  # of the peak, which long full waves reach, as powered and clocked (g)
-    wave: float  # seconds of a wave of tiles of 128 x 256 beside their arithmetic: filling, storing; by area for others (w)
+    processors: int  # streaming multiprocessors, each of which computes one tile at a time
+    fraction: float  # of the peak, reached by long full waves at the device's power and clock (g)
+    wave: float  # seconds of a wave of 128 x 256 tiles besides arithmetic: filling, storing; other tiles by area (w)
     source: str
-    unaligned: float = 1.0  # most of the peak where rows of matrices do not begin at multiples of `ALIGNMENT`
+    unaligned: float = 1.0  # largest fraction of the peak if rows of matrices do not begin at multiples of `ALIGNMENT`
 
     def __post_init__(self) -> None:
         shares = {"fraction of the peak": self.fraction, "unaligned fraction of the peak": self.unaligned}
@@ -33,7 +33,7 @@ class ProductRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRate:
-    """How fast a device runs fused attention. Raises MeshError for numbers that no device has."""
+    """How fast a device runs fused attention. Raises MeshError for impossible numbers."""
 
     forward: Mapping[int, float]  # head dim -> operations per second over long sequences in half precision (R)
     backward: Mapping[int, float]

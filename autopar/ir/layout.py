@@ -10,21 +10,21 @@ On each mesh axis a value is in one of four states; a layout is one state per ax
     H       on the host  stored in the host's memory               gradient there, too
     D       on the disk  stored in a file of the disk              gradient there, too
 
-H and D are known on one axis only, that of memories (`autopar.ir.mesh.MEMORY`), which has one device: a stored tensor is there
-H or D, or I in the device's own memory. All else is I on that axis, which is the last.
+H and D occur on one axis only, that of memories (`autopar.ir.mesh.MEMORY`), which has one device and is the last. On it, a
+stored tensor is H, D, or I if it is in the device's own memory. Every other value is I there.
 
 A split is kept as a *digit*: write the index of the dim in mixed radix; the axis of n devices owns the digit
 `(index // stride) % n`, and a rank holds the elements whose digit is its coordinate, in their old order. A contiguous
 split of a dim of size D over n devices is the digit of stride D/n; a split blocked k times has stride D/(k n); axes nested in
 one dim own digits of falling stride, outer to inner. So a layout has one form only, whatever the order in which it was made.
 
-O is a split of what a sort has brought into another order: a rank holds its own rows, those of its chunk of what was sorted,
-in the order in which a sort of these alone brings them. What counts rows is then O without a dim: the counts of the rank's own.
-Neither is converted to anything, since no rank knows where its rows are among all; what takes them back into the order that
-they had is S (`autopar.operators.own_order`).
+O is a split of values that a sort has reordered: a rank holds the rows of its own chunk of the sorted tensor, in the order in
+which a sort of these alone puts them. Counts of rows are then O without a dim: each rank counts its own. Neither is converted
+to anything, since no rank knows where its rows are among all of them; restoring their former order gives S
+(`autopar.operators.own_order`).
 
-What a program computes is cut into equal parts. A tensor that is stored or returned may also be cut by one axis into *chunks*
-that it does not divide: of ceil(D/n) each but the last ones, which are shorter or empty, as torch's own `Shard` has them.
+Values that a program computes are cut into equal parts. A tensor that is stored or returned may also be cut by one axis that
+does not divide it, into *chunks*: of ceil(D/n) each but the last ones, which are shorter or empty, as in torch's own `Shard`.
 
 Text (`text`, `parse`): one entry per axis, "I, S(1)". Blocks count what is left of the dim after the axes outside it; several
 axes that share a dim nest in mesh order unless numbered outer to inner: "S(0)/2, S(0)/1".
@@ -46,11 +46,11 @@ Shape = tuple[int, ...]
 
 
 class State(NamedTuple):
-    """The state of a value on one mesh axis; `dim` and `stride` are those of a split, 0 otherwise.
+    """The state of a value on one mesh axis; `dim` and `stride` describe a split, and are 0 otherwise.
 
     S and P in a rank's `own` order are written O.
 
-    A tuple, whose hash and comparisons are those of C: planning looks up layouts millions of times.
+    It is a tuple because tuples hash and compare in C: planning looks up layouts millions of times.
     """
 
     kind: str  # "I", "R", "P", "S", "H", "D"
@@ -60,7 +60,7 @@ class State(NamedTuple):
 
     @property
     def letter(self) -> str:
-        """The kind as it is written."""
+        """The letter by which the kind is written."""
         return "O" if self.own else self.kind
 
     def __repr__(self) -> str:
@@ -69,15 +69,15 @@ class State(NamedTuple):
 
 I, R, P, H, D = State("I"), State("R"), State("P"), State("H"), State("D")
 OWN_ADDENDS = State("P", own=True)
-AWAY = (H, D)  # from the device
+AWAY = (H, D)  # not on the device
 Layout = tuple[State, ...]  # one state per mesh axis
 
 
 @functools.cache
 def numbered_axes(count: int) -> tuple[tuple[int, ...], ...]:
-    """The axes of each number on a mesh of so many: one of the mesh, and after all these several adjacent ones, *flattened*.
+    """The numbered axes of a mesh with `count` axes: those of the mesh, then all groups of several adjacent ones, *flattened*.
 
-    What is split over several axes is gathered over the axis that they make in one message: its ranks are in the mesh's order.
+    A tensor split over several axes is gathered in one message over their flattened axis, whose ranks are in the mesh's order.
 
     >>> numbered_axes(3)
     ((0,), (1,), (2,), (0, 1), (0, 1, 2), (1, 2))
@@ -121,7 +121,7 @@ def _even(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
 
 
 def one_digit(layout: Layout, axes: Sequence[int], sizes: tuple[int, ...]) -> bool:
-    """Whether the splits of adjacent axes are one of the axis that they make: of one dim, each nested in the one before."""
+    """Whether the splits of adjacent axes form one split by their flattened axis: of one dim, each nested in the one before."""
     states = [layout[axis] for axis in axes]
     nested = all(
         outer.stride == inner.stride * sizes[axis]
@@ -131,12 +131,12 @@ def one_digit(layout: Layout, axes: Sequence[int], sizes: tuple[int, ...]) -> bo
 
 
 def chunk(size: int, parts: int) -> int:
-    """The length of the first of so many chunks of a dim."""
+    """The length of the first chunk when a dim is cut into `parts`."""
     return -(-size // parts)
 
 
 def _chunked(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
-    """Whether one axis alone splits a dim, in chunks."""
+    """Whether a dim is split by a single axis, in chunks."""
     return [stride == chunk(size, sizes[axis]) > 0 for axis, stride in digits(layout, dim)] == [True]
 
 
@@ -151,7 +151,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) 
 
 
 def blocks(layout: Layout, axis: int, shape: tuple[int, ...], sizes: tuple[int, ...], *, present: Sequence[int] = ()) -> int:
-    """How many blocks stand left of the digit of a split axis, in a local tensor from which the other digits are gone.
+    """The number of blocks left of the digit of a split axis, in a local tensor from which the other digits are gone.
 
     Axes in `present` count as not yet removed (they are whole in the tensor at hand).
     """
@@ -182,9 +182,9 @@ def storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> 
 
 
 def take(tensor: torch.Tensor, dim: int, blocks: int, parts: int, index: int) -> torch.Tensor:
-    """Part `index` of each of `blocks` equal blocks of a dim, every block cut into `parts`; a view where one serves.
+    """Part `index` of each of `blocks` equal blocks of a dim, every block cut into `parts`; a view if possible.
 
-    One block may be cut into chunks.
+    A single block may be cut into chunks.
     """
     if blocks == 1:
         size, step = tensor.shape[dim], chunk(tensor.shape[dim], parts)
@@ -248,7 +248,7 @@ ENTRY = re.compile(r"(?P<kind>[IRPOHD*])|[SO]\((?P<dim>-?\d+)(/(?P<blocks>0*[1-9
 def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str = "a tensor") -> tuple[State | None, ...]:
     """The layout that a text denotes, with None where it leaves an axis free (`*`).
 
-    A nest with a free axis in it is read as if the free axis did not split the dim. Raises LayoutError for text that is not a
+    A nest that contains a free axis is read as if that axis did not split the dim. Raises LayoutError for text that is not a
     layout, or one that does not fit the shape.
 
     >>> parse("S(0)/2, S(0)/1", (16,), (2, 4))
@@ -274,7 +274,7 @@ def parse(line: str, shape: tuple[int, ...], sizes: tuple[int, ...], name: str =
         nests.setdefault(dim, []).append((int(match["place"] or axis + 1), axis, int(match["blocks"] or 1)))
         states.append(None)
     for dim, nest in nests.items():
-        index = torch.arange(shape[dim] if dim < len(shape) else 0)  # of the elements that rank 0 still holds
+        index = torch.arange(shape[dim] if dim < len(shape) else 0)  # elements that rank 0 still holds
         for _, axis, count in sorted(nest):
             parts = sizes[axis]
             held = take(index, 0, count, parts, 0) if len(index) and len(index) % (count * parts) == 0 else index[:0]

@@ -6,7 +6,7 @@
     static   := None | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
 
 Everything is frozen and compares by value. `Program.hash` depends on structure only: neither devices, nor source lines, nor
-versions change it, so that every rank can check that it has the program of the others.
+versions change it, so every rank can check that it has the same program as the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 Params = ParamSpec("Params")
 Static = Union[None, bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format]
 Argument = Union["Ref", Static, tuple["Argument", ...]]
-OUTPUT = "output:"  # before the path of an output, where outputs stand among values
+OUTPUT = "output:"  # prefix of an output's path, where outputs appear among values
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Value:
         return elements(local_shape(self.shape, layout, sizes)) * self.dtype.itemsize
 
     def device_bytes(self, layout: Layout, sizes: tuple[int, ...]) -> int:
-        """What one rank's part takes of its device's memory: nothing where the host or the disk has it."""
+        """Bytes of device memory that one rank's part takes: none if it is on the host or on the disk."""
         return 0 if away(layout) else self.local_bytes(layout, sizes)
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """What memory traffic an op has left as part of a kernel of several ops: positions of its operands and results.
+    """The memory traffic that remains for an op inside a fused kernel: positions of its operands and results.
 
-    It reads `operands` and writes `results`. Its backward reads the gradients that arrive for its results, one from each kernel
-    that reads them, and the operands `again`, and writes the gradients of the operands `gradients`.
+    The op reads `operands` and writes `results`. Its backward reads the gradients `arriving` for its results, one from each
+    kernel that reads them, and the operands `again`, and writes the gradients of the operands `gradients`.
     """
 
     operands: tuple[int, ...] = ()
@@ -89,10 +89,10 @@ class Op:
     results: tuple[Value, ...]
     module: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
-    fused: Fused | None = field(default=None, repr=False, compare=False)  # None: a kernel of its own
-    # Positions of the operands whose gradient is added to that of later ops.
+    fused: Fused | None = field(default=None, repr=False, compare=False)  # None: the op is a kernel of its own
+    # Positions of the operands whose gradients are added to those of later ops.
     summed: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    # Names of the tensors it reads, in argument order (a list of tensors counts one by one).
+    # Names of the tensors it reads, in argument order (each tensor of a list counts).
     operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Op:
 
     @property
     def several(self) -> bool:
-        """Whether it returns a tuple or list of tensors, perhaps of one: its results then have names of their own."""
+        """Whether it returns a tuple or list of tensors, perhaps of one; the results then have names of their own."""
         return len(self.results) != 1 or self.results[0].name != self.name
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Program:
 
     @functools.cached_property
     def values(self) -> dict[str, Value]:
-        """Every value by name: what is given, then results in program order."""
+        """Every value by name: inputs, parameters and buffers, then results in program order."""
         return {value.name: value for value in (*self.given, *(result for op in self.ops for result in op.results))}
 
     @functools.cached_property
@@ -172,7 +172,7 @@ class Program:
 
     @property
     def structure(self) -> str:
-        """What the program computes, as text: the same for two programs that differ in devices and source lines only."""
+        """The computation as text: equal for two programs that differ only in devices and source lines."""
         held = (*self.parameters, *self.buffers)
         ties = "\n".join(f"{p.names} {p.persistent} {p.used}{f' {p.reduce}' if p.reduce else ''}" for p in held)
         return f"{self._text(devices=False)}\n{ties}"
@@ -192,7 +192,7 @@ class Program:
 
 
 def remembered(function: Callable[Concatenate[Program, Params], Result]) -> Callable[Concatenate[Program, Params], Result]:
-    """A function of a program whose results are kept as long as the program lives; nobody may change them."""
+    """A function of a program whose results are cached for the program's lifetime; callers must not change them."""
     known: MutableMapping[Program, dict[object, Result]] = WeakIdKeyDictionary()
 
     @functools.wraps(function)
@@ -235,7 +235,7 @@ def substitute(argument: Argument, change: Callable[[Ref | Static], Argument]) -
 
 
 def with_operands(op: Op, instead: Mapping[Ref, Ref]) -> Op:
-    """The op with others in the place of some values that it reads."""
+    """The op with some of the values that it reads replaced."""
 
     def change(leaf: Ref | Static) -> Argument:
         return instead.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
@@ -247,7 +247,7 @@ def with_operands(op: Op, instead: Mapping[Ref, Ref]) -> Op:
 def filled(
     args: Iterable[Argument], kwargs: Iterable[tuple[str, Argument]], operand: Callable[[Ref], object]
 ) -> tuple[list[object], dict[str, object]]:
-    """Arguments as torch takes them: `operand` gives what stands for a tensor, and tuples are lists."""
+    """Arguments in the form that torch takes: `operand` maps values to tensors, and tuples become lists."""
 
     def fill(argument: Argument) -> object:
         if isinstance(argument, tuple):
@@ -258,7 +258,7 @@ def filled(
 
 
 def without_devices(op: Op) -> Op:
-    """The op with its devices left out: they say where it runs, not what it computes."""
+    """The op without its device arguments: they say where it runs, not what it computes."""
 
     def drop(leaf: Ref | Static) -> Argument:
         return None if isinstance(leaf, torch.device) else leaf
@@ -273,7 +273,7 @@ def without_devices(op: Op) -> Op:
 
 
 def text(argument: Argument) -> str:
-    """How an argument is printed."""
+    """The printed form of an argument."""
     if isinstance(argument, Ref):
         return f"%{argument.name}"
     if isinstance(argument, tuple):
@@ -282,7 +282,7 @@ def text(argument: Argument) -> str:
 
 
 def aten(target: str) -> str:
-    """The name of an operator of ATen, `linear` of "aten.linear.default"; empty for an operator of another library."""
+    """The name of an ATen operator, `linear` for "aten.linear.default"; empty for an operator of another library."""
     library, name, *_ = target.split(".")
     return name if library == "aten" else ""
 

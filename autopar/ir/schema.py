@@ -12,7 +12,7 @@ from autopar.ir.program import Argument, Op, overload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaParameter:
-    """One argument of a schema; its `default` is None where it has none."""
+    """One argument of a schema; `default` is None if it has none."""
 
     name: str
     default: Argument
@@ -37,7 +37,7 @@ def parameters(target: str) -> tuple[SchemaParameter, ...]:
 
 
 def given(op: Op) -> dict[str, Argument]:
-    """The arguments that an op gives by name, in the order in which `Op.operands` counts their tensors."""
+    """The arguments that are passed to an op, by name, in the order in which `Op.operands` counts their tensors."""
     return dict(zip((p.name for p in parameters(op.target)), op.args, strict=False)) | dict(op.kwargs)
 
 
@@ -48,7 +48,7 @@ def bound(op: Op) -> dict[str, Argument]:
 
 
 def packed(target: str, named: Mapping[str, Argument]) -> tuple[tuple[Argument, ...], Keywords]:
-    """The shortest positional and keyword arguments that say the same; the inverse of `bound`."""
+    """The shortest positional and keyword arguments with the same meaning; the inverse of `bound`."""
     formals = parameters(target)
     told = [p for p in formals if p.name in named and (p.required or not _equal(named[p.name], p.default))]
     last = max((i for i, p in enumerate(formals) if p in told and not p.kwarg_only), default=-1)

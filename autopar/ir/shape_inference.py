@@ -1,4 +1,4 @@
-"""What an operator returns, asked of the operator itself on the meta device."""
+"""Infers what an operator returns by running the operator itself on the meta device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.ir.program import Argument, Ref, Static, Value, overload
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of a tensor before it is computed."""
+    """The properties of a tensor that are known before it is computed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,7 +25,7 @@ def kind(value: Value) -> Kind:
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape to which these broadcast; raises RuntimeError if they do not."""
+    """The shape that these broadcast to; raises RuntimeError if they do not."""
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
@@ -34,7 +34,7 @@ def infer(
 ) -> Kind | tuple[Kind, ...]:
     """Shapes, dtypes and `requires_grad` of the results: the op is run on meta tensors under autograd.
 
-    A tuple when the op returns several tensors. Raises what the op raises.
+    A tuple if the op returns several tensors. Raises whatever the op raises.
     """
     with torch.inference_mode(False), torch.enable_grad():
         positional = [_meta(argument, lookup) for argument in args]
@@ -61,7 +61,7 @@ def _meta(argument: Argument, lookup: Callable[[str], Value]) -> object:
 
 
 def _tensor(value: Value) -> torch.Tensor:
-    """A meta tensor; one that requires grad is not a leaf, since leaves refuse in-place operators."""
+    """A meta tensor; if it requires grad, it is not a leaf, since leaves refuse in-place operators."""
     tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return torch.empty_like(tensor).requires_grad_().view_as(tensor) if value.requires_grad else tensor
 

@@ -1,4 +1,4 @@
-"""What a training step makes of a program: the loop over its micro-batches, the dims that it pads, its place in a pipeline.
+"""A training step, as made from a program: its loop over micro-batches, its padded dims, its place in a pipeline.
 
     step    := program, loop?, padding, stage?
     loop    := count, hoisted program?, a state over the micro-batches for every input and output
@@ -20,11 +20,11 @@ from autopar.ir.program import Program, Value, digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchLoop:
-    """How a step is made of the runs of a program, one per micro-batch: a mesh axis of `count` devices, run in time.
+    """How a step is composed of runs of a program, one per micro-batch: like a mesh axis of `count` devices, but in time.
 
-    `hoisted` computes once per step, from the inputs of the whole batch, what every micro-batch needs of it (the number of
-    targets, say): the program's last inputs. Over the micro-batches an input is split, or whole (I); an output is split,
-    addends (P), or the same (I).
+    `hoisted` computes once per step, from the inputs of the whole batch, values that every micro-batch needs (the number of
+    targets, say); they are the program's last inputs. Over the micro-batches an input is split, or whole (I); an output is
+    split, a sum of addends (P), or the same (I).
     """
 
     count: int
@@ -35,8 +35,8 @@ class MicrobatchLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMoment:
-    """While an action of a stage runs: the micro-batches between their forward and the end of their backward, or of its half
-    I; the others between I and W; and whether the action is an I."""
+    """The micro-batches in flight during an action of a stage: those between their forward and the end of their backward, or of
+    its half I; the others, `waiting` between I and W; and whether the action is an I."""
 
     flights: int
     waiting: int
@@ -45,14 +45,14 @@ class StageMoment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEnds:
-    """How a pipeline stage meets its neighbours: what it has `received`, and whether its outputs are what it sends.
+    """How a pipeline stage connects to its neighbours: what it has `received`, and whether it sends its outputs.
 
-    Either side has a value in the same layout, on ranks of equal coordinates: its state fixes what each rank's part is of the
-    value and of the gradient, so that parts cross a cut as they are. The `batch` is the samples of one micro-batch, and
-    `random_ops` how many random operators are in earlier stages, so that this one draws what the whole program would; `flights`
-    the most micro-batches that the schedule has between their forward and their backward here, which all hold what is kept.
-    They are the most of the schedule's `moments`, of which some with backwards in halves hold more. Where the stage is priced,
-    what is sent goes over the `link`, and the micro-batches count as so many as `repeats` says.
+    Both sides hold a value in the same layout, on ranks of equal coordinates: its state determines each rank's part of the
+    value and of the gradient, so parts cross a cut unchanged. `batch` is the number of samples in a micro-batch, and
+    `random_ops` the number of random operators in earlier stages, so that this one draws the numbers that the whole program
+    would; `flights` is the largest number of micro-batches that the schedule has between their forward and their backward here,
+    each of which holds its kept values. It is the maximum over the schedule's `moments`, though some with backwards in halves
+    hold more memory. To price the stage, what it sends goes over `link`, and the micro-batches count as `repeats` runs.
     """
 
     received: tuple[tuple[str, Layout], ...]
@@ -60,17 +60,17 @@ class StageEnds:
     batch: int
     random_ops: int
     flights: int = 1
-    moments: tuple[StageMoment, ...] = field(default=(), repr=False)  # each once; of no part in what the step is
-    repeats: int = field(default=1, repr=False, compare=False)  # of no part in what the step is
-    link: Link | None = field(default=None, repr=False, compare=False)  # nor this
+    moments: tuple[StageMoment, ...] = field(default=(), repr=False)  # each once; does not affect what the step is
+    repeats: int = field(default=1, repr=False, compare=False)  # does not affect what the step is
+    link: Link | None = field(default=None, repr=False, compare=False)  # nor does this
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
     """A program as a step runs it: once, or in a loop over micro-batches; perhaps on padded values, or as a pipeline stage.
 
-    `padding` has the values that are longer than in the model, with their unpadded shapes: parameters, outputs, and what else
-    tells it.
+    `padding` lists the values that are longer than in the model, with their unpadded shapes: parameters, outputs, and others
+    that tell the padding apart.
     """
 
     program: Program
@@ -80,7 +80,7 @@ class TrainingStep:
 
     @functools.cached_property
     def received(self) -> dict[str, Layout]:
-        """The inputs that come from the stage before, each in the layout in which it comes; others come whole."""
+        """The inputs received from the previous stage, each with its layout; other inputs arrive whole."""
         return dict(self.stage.received) if self.stage else {}
 
     @property
@@ -90,7 +90,7 @@ class TrainingStep:
 
     @property
     def flights(self) -> int:
-        """The most micro-batches that are between their forward and their backward at a time."""
+        """The most micro-batches between their forward and their backward at a time."""
         return self.stage.flights if self.stage else 1
 
     @property
@@ -100,7 +100,7 @@ class TrainingStep:
 
     @property
     def hoisted(self) -> tuple[Value, ...]:
-        """The inputs that are computed once per step, not given by the user."""
+        """The inputs that are computed once per step instead of given by the user."""
         hoisted = self.loop.hoisted if self.loop else None
         return self.program.inputs[len(hoisted.inputs) :] if hoisted else ()
 
@@ -125,7 +125,7 @@ class TrainingStep:
 
     @functools.cached_property
     def hash(self) -> str:
-        """Hex digest of the structure; the program's own for a step that neither pads nor loops."""
+        """Hex digest of the structure; equals the program's own if the step neither pads nor loops."""
         text, loop = self.program.structure, self.loop
         text += f"\n{self.padding}" if self.padding else ""
         text += f"\n{self.stage}" if self.stage else ""

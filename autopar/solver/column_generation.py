@@ -1,9 +1,10 @@
-"""A large problem within memory rows, by column generation: of all layouts, those that few prices use.
+"""Solves a large problem within memory rows by column generation: of all layouts, only those that a few prices use.
 
-`memory_prices.charged` has the rows as prices, so that the whole is bounded as fast as without a budget. What its optimum uses
-joins a small program with rows and regions, whose duals are the next prices, until it gets no cheaper (Dantzig and Wolfe,
-"Decomposition principle for linear programs", Operations Research 8, 1960). GPT-3 on (8, 16, 8): a program of 133 candidates
-and 213 arcs of 153,000 after one round, whose optimum no more columns improve by a thousandth.
+`memory_prices.charged` turns the rows into prices, so that the whole problem is bounded as fast as without a budget. The
+columns that its optimum uses join a small program with rows and regions, whose duals are the next prices, until it gets no
+cheaper (Dantzig and Wolfe, "Decomposition principle for linear programs", Operations Research 8, 1960). GPT-3 on (8, 16, 8)
+takes one round, to a program of 133 candidates and 213 arcs of 153,000, whose optimum no more columns improve by a
+thousandth.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from autopar.solver.settings import SearchSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The search of the columns that prices used, and seconds that every solution of the whole costs at least."""
+    """A search over the columns that prices used, and a lower bound, in seconds, on the cost of every solution of the whole."""
 
     search: Search
     bound: float
 
 
 def best_prices(problem: Problem, known: Weighed, memory: LazyRows, settings: SearchSettings) -> Priced:
-    """The columns and the bound of prices of memory under which no other columns gain `weights_gap`.
+    """The columns and the bound found by pricing memory, when further columns gain less than `weights_gap`.
 
     Args:
-        problem: the whole.
+        problem: the whole problem.
         known: the best weights of its regions without rows.
-        memory: the rows that are broken; those of moments that the small program breaks join them.
+        memory: the violated rows; rows of moments that the small program violates are added.
         settings: `price_rounds`, `price_shares`, `first_price`.
     """
     weights, bound, last, steep = known.weights, known.bound, np.inf, settings.first_price
@@ -45,7 +46,7 @@ def best_prices(problem: Problem, known: Weighed, memory: LazyRows, settings: Se
         part = selected(problem, [np.flatnonzero(one) for one in picks], arcs)
         search = Search.of(part, settings, presolve=False)
         relaxed = relax_with_rows(search, memory, [part.row(row) for row in memory.rows.values()], np.inf)
-        if relaxed.result is None:  # nothing fits: memory is worth more than was thought
+        if relaxed.result is None:  # infeasible: memory is worth more than assumed
             prices, steep = {row.name: steep * known.bound / max(row.limit, 1.0) for row in memory.rows.values()}, 2 * steep
         else:
             if relaxed.bound >= (1 - settings.weights_gap) * last:

@@ -1,20 +1,20 @@
 """Memory rows as prices: the rows of moments, relaxed by Lagrange multipliers of seconds per byte.
 
-With fixed prices, what is alive at a moment is charged where it is chosen, so that the program has neither rows nor shares of
-members, and is solved as fast as without a budget:
+With fixed prices, memory that is alive at a moment is charged to the choice that causes it. The program then has neither rows
+nor shares of members, and is solved as fast as without a budget:
 
     bound = min over solutions of (seconds + sum_r price[r] bytes[r]) - sum_r price[r] limit[r]
 
-What the backward needs pays for the bytes that it takes, or for what makes it available again, whichever is less: for the share
-of its members that is cheapest, as both are linear in shares. What is needed for that in turn counts where nobody saves it.
+A value that the backward needs pays for its bytes, or for making it available again, whichever is less: both are linear in the
+share of members, so the cheapest share is charged. What a rerun needs is charged in turn, unless it is saved anyway.
 
     held[l]         price . bytes of layout l
     rerun[o,c]      recompute[o,c] + sum of available[v, layout that c reads] over edges v that are not saved themselves
     available[p,l]  min(rerun of the producer in p + convert[p,l], min_x held[x] + convert[x,l])
     kept[p,l]       min over shares s of s available[p,l] + (1 - s) held[l]
 
-`p` is the layout that is produced, `l` the one that a consumer saves, `convert` the shortest way of conversions that are made
-again. Where several edges share a rerun each has its part: nothing is counted twice, so that no solution costs more.
+`p` is the produced layout, `l` the one that a consumer saves, `convert` the shortest path of conversions that are run again. If
+several edges share a rerun, each is charged its part: nothing is counted twice, so no solution is overcharged.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from autopar.solver.problem import PRODUCER, Consumer, Edge, Floats, Ints, Probl
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Charged:
-    """A problem whose prices hold what rows count: whatever keeps the rows costs at least its optimum less `limits` seconds."""
+    """A problem with rows in its prices: every solution within the rows costs at least its optimum less `limits` seconds."""
 
     problem: Problem
     limits: float
 
 
 def charged(problem: Problem, rows: Sequence[Row], prices: Mapping[str, float]) -> Charged:
-    """The problem at prices by which a solution costs at most
+    """The problem with prices under which a solution costs at most
 
         its seconds + sum of prices[row] * (row_bytes(row) - row.limit) + limits
 
-    however much of it is recomputed or offloaded: that is part of the prices here, where nothing may run again. Its choices
-    are those of the problem; edges that stand for what is saved come after its own.
+    however much of it is recomputed or offloaded: the prices include that, and nothing may run again in this problem. Its
+    choices are those of the given problem; edges that stand for saved values come after the original ones.
 
     Args:
         problem: without regions.
-        rows: of the problem; their constants do not count.
-        prices: seconds per byte by the names of rows, at least 0; 0 where there is none.
+        rows: rows of the problem; their constants do not count.
+        prices: seconds per byte by row name, at least 0; 0 for rows that are not listed.
     """
     return _Charges(problem, [(row, price) for row in rows if (price := prices.get(row.name, 0.0)) > 0]).charged()
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A term of a row, and seconds by layout for all its bytes."""
+    """A term of a row, and the seconds charged for all of its bytes, by layout."""
 
     term: RetainedTerm
     due: Floats
@@ -66,7 +66,7 @@ class _Held:
 
 
 class _Charges:
-    """What the priced rows of a problem charge."""
+    """The charges of a problem's priced rows."""
 
     def __init__(self, problem: Problem, rows: Sequence[tuple[Row, float]]) -> None:
         self.problem, self._rows = problem, rows
@@ -78,15 +78,15 @@ class _Charges:
                 layouts = np.arange(problem.edges[term.edge].nodes)
                 self.held[term.edge].append(_Held(term, price * term.bytes[term.storage(layouts)]))
         self.storage = {w: storages(problem.edges[w]) for w in self.held}
-        self.outputs: dict[int, int] = defaultdict(int)  # edges that share what their producer's rerun costs
-        self.inputs: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of a choice: edges that only its rerun needs
+        self.outputs: dict[int, int] = defaultdict(int)  # edges among which the cost of their producer's rerun is divided
+        self.inputs: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by choice: edges that only its rerun needs
         for w, terms in self.held.items():
             edge = problem.edges[w]
             self.outputs[edge.producer] += 1
             if not any(held.term.saved_by or held.term.read_by for held in terms):
                 for end in {end for held in terms for end in held.term.rerun_by if end != PRODUCER}:
                     self.inputs[edge.consumers[end].choice].append((w, end))
-        for o in sorted(self.outputs):  # in the order of the program, so that what a rerun needs is known
+        for o in sorted(self.outputs):  # in program order, so that what a rerun needs is known
             self.rerun(o)
 
     def charged(self) -> Charged:
@@ -128,8 +128,8 @@ class _Charges:
         )
 
     def _kept(self, w: int) -> dict[int, Floats]:
-        """Seconds that ends of an edge cause by what they save, by the layouts that are produced and wanted: of each term one
-        end, of those that save it the one for which most is held."""
+        """Seconds that the ends of an edge cause by what they save, by produced and wanted layout: each term is charged to one
+        end; where several save it, to the one for which most is held."""
         edge, storage = self.problem.edges[w], self.storage[w]
         found: dict[int, Floats] = {}
         saved: dict[int, list[_Held]] = defaultdict(list)
@@ -158,7 +158,7 @@ class _Charges:
         return np.where(storage[:, None] == storage, 0.0, due) if held.term.free_as_produced else due
 
     def available(self, w: int) -> Floats:
-        """The least seconds that make all members of an edge available for the backward, by produced and wanted layout."""
+        """The fewest seconds that make all members of an edge available for the backward, by produced and wanted layout."""
         if w not in self._available:
             edge, storage, terms = self.problem.edges[w], self.storage[w], self.held[w]
             made, rerun = np.full(edge.nodes, np.inf), self.rerun(edge.producer)
@@ -178,7 +178,7 @@ class _Charges:
         return self._available[w]
 
     def rerun(self, o: int) -> Floats | None:
-        """The least seconds of running all members of a choice again, by candidate, with what only that needs."""
+        """The fewest seconds to rerun all members of a choice, by candidate, including the inputs that only the rerun needs."""
         choice = self.problem.choices[o]
         if choice.recompute is None:
             return None
@@ -196,7 +196,7 @@ class _Charges:
         return self._rerun[o]
 
     def _conversions(self, w: int) -> Floats:
-        """The shortest ways between storages of conversions that are made again (Floyd and Warshall)."""
+        """Shortest paths between storages, by conversions that are run again (Floyd and Warshall)."""
         edge, storage = self.problem.edges[w], self.storage[w]
         found = np.full((edge.nodes, edge.nodes), np.inf)
         np.fill_diagonal(found, 0.0)
@@ -209,8 +209,7 @@ class _Charges:
 
 
 def _saved(edge: Edge, end: int, seconds: Floats) -> Edge:
-    """An edge that only carries what an end causes by what it saves: an arc from each layout that is produced to each that is
-    wanted."""
+    """An edge that only carries the charges of what an end saves: one arc from each produced layout to each wanted one."""
     consumer = edge.consumers[end]
     produced, first = np.unique(edge.produced, return_inverse=True)
     wanted, last = np.unique(consumer.wants, return_inverse=True)
