@@ -1,7 +1,7 @@
 """Functions that cache the tensors they make by `functools.lru_cache`: tables of positions, windows, bases.
 
-Tensors from a cache would appear as constants from outside the trace, and tensors that tracing caches have no values. So caches
-that hold tensors are cleared before and after tracing; they refill at the next call.
+A tensor from a cache would appear in the trace as a constant from outside, and one that is cached during tracing has no values.
+So caches that hold tensors are cleared before and after tracing; they refill at the next call.
 """
 
 from __future__ import annotations

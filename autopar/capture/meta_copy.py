@@ -19,7 +19,7 @@ from autopar.capture.shared_memory import SharedMemory
 from autopar.errors import CaptureError
 from autopar.ir.program import Parameter, Value
 
-# Modules that define the classes of models and parameters which are no longer ordinary ones, each with what it makes of them.
+# Where the classes of models and parameters that are no longer ordinary are defined: what they are, and what to pass instead.
 MADE = {
     "autopar.codegen.": ("what autopar.parallelize returned", "give the model that it was made of"),
     "torch.distributed.": ("parallel already, by torch.distributed", "give the model before fully_shard or parallelize_module"),

@@ -1,7 +1,7 @@
 """Turns conditional repairs into `where`: `if not torch.isfinite(h).all(): h = torch.clamp(h, -m, m)`.
 
-A graph has no branches. Tracing enters the body of such an `if`, and its last line assigns the repaired tensor where the
-condition holds, and the previous one elsewhere:
+A graph has no branches. Tracing enters the body of such an `if`, whose last line then assigns the repaired tensor if the
+condition holds, and otherwise the previous one:
 
     if torch.isinf(h).any():                      bad = isinf(h).any()
         m = torch.finfo(h.dtype).max - 1000  ->   h = where(bad, clamp(h, -m, m), h)

@@ -44,8 +44,8 @@ class Reading:
 
 
 def reading(node: fx.Node) -> Reading:
-    """How a traced `as_strided` reads its operand; raises CaptureError if it reads memory outside of it, or its operand is not
-    dense, and for other forms of the operator."""
+    """How a traced `as_strided` reads its operand; raises CaptureError if it reads memory outside of it, or the operand is not
+    one dense block, and for other forms of the operator."""
     if node.target is not torch.ops.aten.as_strided.default:
         raise CaptureError(f"{node.target} changes what lies in memory", at=source(node), fix="slices or an index instead")
     given = node.args[0]
