@@ -54,7 +54,7 @@ def held_tensors(model: nn.Module, *, outside: bool = False) -> Mapping[str, Hel
 
 
 def _putting(place: Place, put: Replace) -> Replace:
-    """Put a tensor into a place, or into the value there, of which torch.export may have put a copy there."""
+    """Put a tensor into a place, or into the value that is there now, which may be a copy made by torch.export."""
 
     def placed(tensor: torch.Tensor) -> None:
         place.put(place.value)

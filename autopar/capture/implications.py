@@ -159,7 +159,7 @@ def _drawn(node: fx.Node, sample: int, high: int, generator: torch.Generator) ->
 
 
 def _below(node: fx.Node) -> int | None:
-    """The upper bound of integers that index a dim, as topk returns them; None for others."""
+    """The exclusive upper bound of integers that index a dim, as topk returns them; None for others."""
     source = node.args[0] if node.target is operator.getitem else node
     rule = rule_of(str(source.target)) if isinstance(source, fx.Node) else None
     if rule is None or rule.kind is not OpKind.PLACES or not isinstance(source, fx.Node):
@@ -194,7 +194,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
 
 
 def bounded(node: fx.Node | None) -> int | None:
-    """The upper bound of a traced tensor's numbers, if they index a dim, however reshaped; else None."""
+    """The exclusive upper bound of a traced tensor's numbers, if they index a dim, however reshaped; else None."""
     while node is not None and views(node):
         node = node.all_input_nodes[0]
     return None if node is None else _below(node)
