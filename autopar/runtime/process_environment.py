@@ -1,4 +1,4 @@
-"""Which process this is, by the environment of what started it: torchrun, `autopar.launch`, Slurm or Open MPI."""
+"""Reads rank and world size from the environment of the launcher: torchrun, `autopar.launch`, Slurm or Open MPI."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopar.ir.mesh import check_devices
 from autopar.runtime.start_store import kept_store, start_store
 
 PORT = 29500  # torch's default
-# What starts processes, and its variables for rank, world and rank within the node. Slurm's are those of a step: a batch script
-# that runs beside no srun has a rank, but is one process whatever the number of tasks.
+# The launchers and their variables for rank, world size and rank within the node. For Slurm they are the variables of a step: a
+# batch script that runs without srun has a rank, but is a single process whatever the number of tasks.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -25,7 +25,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEnvironment:
-    """The rank of this process, in the world and in its node, and what started it ("" for a plain process)."""
+    """The rank of this process in the world and within its node, and its launcher ("" for a plain process)."""
 
     rank: int = 0
     world: int = 1
@@ -34,9 +34,9 @@ class ProcessEnvironment:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> ProcessEnvironment:
-        """The first launcher whose variables are there: torchrun's may lie within a Slurm step.
+        """The environment of the first launcher whose variables are set; torchrun may itself run inside a Slurm step.
 
-        Raises MeshError for variables that are no numbers, or a rank that is not in the world.
+        Raises MeshError if a variable is not a number, or if the rank is not in the world.
 
         >>> ProcessEnvironment.of({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}).rank
         3
@@ -59,7 +59,7 @@ class ProcessEnvironment:
 
 
 def world_size(declared: object = None) -> int:
-    """The number of devices: as declared, else the processes of the default group, else those that were started.
+    """The number of devices: as declared, else the size of the default group, else the number of processes started.
 
     Raises MeshError for a number below one.
     """
@@ -72,17 +72,17 @@ def world_size(declared: object = None) -> int:
 
 
 def started() -> bool:
-    """Whether this process is one of a world: it has joined a group, or was started as one of several."""
+    """Whether this process is part of a world: it has joined a process group, or a launcher started it as one of several."""
     return dist.is_initialized() or ProcessEnvironment.of(os.environ).launcher != ""
 
 
 def rendezvous(found: ProcessEnvironment, environment: Mapping[str, str]) -> str:
     """Where the processes meet, as torch's `init_method`.
 
-    MASTER_ADDR and MASTER_PORT if they are set. Else the first node of a Slurm step, and this machine for Open MPI if all run
-    on it, at a port made of the job's number.
+    MASTER_ADDR and MASTER_PORT if they are set. Otherwise the first node of a Slurm step, or this machine if Open MPI runs all
+    processes on it, at a port derived from the job number.
 
-    Raises MeshError where no address is known.
+    Raises MeshError if no address is known.
     """
     if found.launcher == "torchrun":
         return "env://"
@@ -110,7 +110,7 @@ def first_node(nodes: str) -> str | None:
 
 
 def join_world(backend: str) -> None:
-    """Initialise the default process group from the environment of what started this process."""
+    """Initialise the default process group from the launcher's environment."""
     found = ProcessEnvironment.of(os.environ)
     kept = kept_store(os.environ, found.world) if found.launcher == "torchrun" else None
     if kept is not None:

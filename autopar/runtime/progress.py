@@ -1,4 +1,4 @@
-"""What is being done, on stderr while it is, if that is a terminal and it takes longer than a second."""
+"""Shows on stderr what is being done, if stderr is a terminal and the work takes longer than a second."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from autopar.runtime.process_environment import ProcessEnvironment
 
 LOG = logging.getLogger("autopar")
-PATIENCE = 1.0  # seconds that may pass without a word
-NEXT = {  # what follows a phase of planning
+PATIENCE = 1.0  # seconds before anything is shown
+NEXT = {  # planning phase -> what comes next
     "capture": "analysing the program",
     "analyse": "formulating the integer program",
     "formulate": "solving",
@@ -26,9 +26,9 @@ NEXT = {  # what follows a phase of planning
 
 @contextmanager
 def progress(first: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being done, and for how long; the function that is given changes it.
+    """Show a line that says what is being done and for how long; the yielded function changes it.
 
-    Nothing is printed where stderr is not a terminal, by ranks other than 0, and within the first second.
+    Nothing is printed if stderr is not a terminal, on ranks other than 0, or within the first second.
     """
     console = Console(stderr=True) if console is None else console
     if not console.is_terminal or ProcessEnvironment.of(os.environ).rank:
@@ -49,7 +49,7 @@ def progress(first: str, console: Console | None = None) -> Iterator[Callable[[s
 
 
 def phases(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """What planning calls at the end of a phase: it is logged, and the line says what comes next."""
+    """The callback for the end of a planning phase: it logs the phase, and the line shows the next one."""
 
     def ended(phase: str) -> None:
         LOG.info("planning: %s ended", phase)

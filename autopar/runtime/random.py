@@ -1,14 +1,14 @@
 """Random operators of a parallel model: replicated results are equal on all ranks, split ones are independent.
 
-Each operator draws from its own seed, a hash of (seed of the model, number of the call, number of the operator, this rank's
-coordinates on the mesh axes that split the operator). The caller's generators are restored afterwards.
+Each operator draws from its own seed, a hash of the model's seed, the call number, the operator number and this rank's
+coordinates on the mesh axes that split the operator. The caller's generators are restored afterwards.
 
-A call that may be made a second time (`torch.utils.checkpoint` around the model) takes its number from the state of torch's
-generator, which the second one finds as the first did:
+A call that may be repeated (`torch.utils.checkpoint` around the model) is identified by the state of torch's generator, which
+checkpoint restores before the repetition:
 
-    y = checkpoint(parallel, x)     call 7, which began in this state of the generator; it draws one number from it
-    z = parallel(x)                 call 8, of a plain loop: nothing is drawn from the generator
-    y.sum().backward()              the generator is as it was when call 7 began: call 7 once more, with the same masks
+    y = checkpoint(parallel, x)     call 7: remembers the generator's state, then draws one number from it
+    z = parallel(x)                 call 8, outside of a checkpoint: draws nothing from the generator
+    y.sum().backward()              the generator is in the state in which call 7 began: call 7 again, with the same masks
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from autopar.runtime.drawing import drawn, seed_from
 from autopar.runtime.traced_random import traced
 from autopar.runtime.world import Axis, Context
 
-KEPT = 2**14  # calls that may be made again, at most: as many as are between a forward and its backward
+KEPT = 2**14  # the most repeatable calls remembered: as many as may lie between a forward and its backward
 
 
 class RngState:
     """The random state of one parallel model: its seed, equal on all ranks (`agreed_seed`), and the number of calls so far.
 
-    Two calls of the model draw different numbers; another model with the same seed repeats them. Stateful, as
-    torch.distributed.checkpoint calls what it saves and loads in place: a run that resumes under the same plan draws what it
-    would have drawn.
+    Two calls of the model draw different numbers; another model with the same seed repeats them. It is a `Stateful` of
+    torch.distributed.checkpoint, saved and loaded in place: a run that resumes under the same plan draws the numbers that it
+    would have drawn without the interruption.
     """
 
     def __init__(self, seed: int) -> None:
@@ -43,20 +43,20 @@ class RngState:
         self.numbers = torch.tensor(
             [seed, 0], device="cpu"
         )  # both, as compiled code takes them: a number would be a constant of it
-        self._begun: dict[bytes, int] = {}  # how many calls were before, by the state of torch's generator where one began
-        self._repeatable = False  # whether the present call may be made again
+        self._begun: dict[bytes, int] = {}  # state of torch's generator when a call began -> its number
+        self._repeatable = False  # whether the current call may be repeated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def advance(self, calls: int = 1, *, draws: bool = True) -> None:
-        """Start the next call of the model, or count as many; `draws` says whether its program draws at all."""
+        """Start the next call of the model, or skip ahead by `calls`; `draws` says whether its program draws at all."""
         self.call += calls
         self.numbers = torch.tensor([self.seed, self.call], device="cpu")
         if draws and self._repeatable:
-            torch.rand((), device="cpu")  # so that the next call begins in another state
+            torch.rand((), device="cpu")  # so that the next call begins in a different state
 
     @contextmanager
     def repeatable(self, training: bool) -> Iterator[None]:
-        """Around a call: two that may be made again draw the same if torch's generator is in the same state, as by torch."""
+        """Enter around a call: repeatable calls draw the same if torch's generator is in the same state, as in plain torch."""
         if not _may_be_made_again(training):
             yield
             return
@@ -79,7 +79,7 @@ class RngState:
         return {"seed": self.seed, "call": self.call}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a saved state; raises InputError for anything else, and leaves this one as it is."""
+        """Resume from a saved state; for anything else raises InputError and leaves this state unchanged."""
         found = [state.get(name) for name in ("seed", "call")] if isinstance(state, Mapping) else []
         numbers = [number for number in found if isinstance(number, int) and not isinstance(number, bool) and number >= 0]
         if len(numbers) < 2:
@@ -95,9 +95,9 @@ class RngState:
 
 
 def _may_be_made_again(training: bool) -> bool:
-    """Whether a forward is one of `torch.utils.checkpoint`, or its second run, as far as that can be told.
+    """Whether a forward runs under `torch.utils.checkpoint`, for the first or the second time, as far as can be detected.
 
-    A first one records nothing, or has hooks on what it saves; a second one runs in a backward.
+    The first run records no graph, or has saved tensor hooks; the second runs inside a backward.
     """
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     unrecorded = training and not torch.is_grad_enabled()
@@ -105,7 +105,7 @@ def _may_be_made_again(training: bool) -> bool:
 
 
 def saves_for_checkpoint() -> bool:
-    """Whether what autograd saves now goes to a `torch.utils.checkpoint` that is not reentrant, and is computed again."""
+    """Whether a non-reentrant `torch.utils.checkpoint` drops what autograd saves now and recomputes it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 

@@ -26,7 +26,7 @@ SAMPLE = (
 
 
 def from_rank_0(make: Callable[[], str], context: Context) -> str:
-    """What rank 0 makes (a plan, as JSON), on every rank; where it fails, every rank raises its error."""
+    """Broadcast what rank 0 makes (a plan, as JSON) to every rank; if rank 0 fails, every rank raises its error."""
     if context.device_mesh is None:
         return make()
     box: list[str | Exception] = [""]
@@ -44,7 +44,7 @@ def from_rank_0(make: Callable[[], str], context: Context) -> str:
 def check_program(program: Program, context: Context) -> None:
     """Raise PlanError on every rank if a rank has captured a different program than rank 0.
 
-    It says what every rank gave of the first input that differs, or else where the programs first differ.
+    The error shows what every rank passed for the first input that differs, or else where the programs first differ.
     """
     if context.device_mesh is None:
         return
@@ -76,14 +76,14 @@ def _check_samples(mine: Mapping[str, str], context: Context) -> None:
 
 
 def _rows(program: Program) -> list[tuple[str, str, str]]:
-    """What is compared of each parameter, buffer and op, in order: its text, its line, and what it is wherever it stands."""
+    """The rows to compare, one per parameter, buffer and op in order: text, source line, and text independent of position."""
     held = [str(stored.value) for stored in (*program.parameters, *program.buffers)]
     ops = [(str(without_devices(op)), op.source, _anywhere(op)) for op in program.ops]
     return [*((line, "", line) for line in held), *ops]
 
 
 def _anywhere(op: Op) -> str:
-    """What an op is, whichever values it reads."""
+    """An op as text, without the names of the values that it reads."""
 
     def drop(leaf: Ref | Static) -> Argument:
         return None if isinstance(leaf, Ref | torch.device) else leaf

@@ -1,10 +1,9 @@
-"""What made a rank fail in a step, told to the others: they wait for its messages, and would say only that these do not come.
+"""Tells the other ranks why a rank failed in a step: they wait for its messages, and could only report that none arrive.
 
-The first rank that fails, or leaves by `sys.exit` or Ctrl-C, leaves its reason in the store of the process group, and waits
-until the others have read it, as its process may be the one that holds the store. In every process a thread looks for a reason
-once a second while a step runs. A rank whose message fails then, as connections close when a process ends, raises the reason.
-Nothing wakes a rank whose message does not fail, for instance if the process of the one that did lives on: it is ended, with
-the reason as its last words.
+The first rank that fails, or exits by `sys.exit` or Ctrl-C, writes its reason to the store of the process group and waits until
+the others have read it, because its process may host the store. In every process a thread polls for a reason once a second
+while a step runs. When the failed process ends, its connections close; ranks whose messages then fail raise the reason. A rank
+whose message does not fail, because the failed process lives on, say, cannot be woken: its process prints the reason and exits.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from autopar.runtime.lost_ranks import lost
 from autopar.runtime.rank_consistency import from_rank_0
 from autopar.runtime.world import Context
 
-MODULES = "autopar/pipelines"  # how many were built
-INTERVAL = 1.0  # seconds between two looks for a reason
-PATIENCE = 10.0  # seconds in which a rank that knows the reason may still come out of its step by itself
-HEARD = 5.0  # seconds in which the others are to read a reason
+MODULES = "autopar/pipelines"  # counts the pipelines built
+INTERVAL = 1.0  # seconds between polls for a reason
+PATIENCE = 10.0  # seconds that a rank which knows the reason gets to leave its step by itself
+HEARD = 5.0  # seconds that the other ranks get to read a reason
 
 
 class StepFailures:
-    """The reasons for which ranks fail in the steps of one module; `name` is its own, the same on all ranks, "" on one alone.
+    """Why ranks fail in the steps of one module; `name` is unique to the module, equal on all ranks, and "" on a single rank.
 
-    Ranks that come out of a step by an error come out of the same one, or of the next where one had ended it before: reasons
-    are numbered by these errors, so that one that all survive is none in later steps.
+    All ranks leave the failed step with an error, or the next step if they had already finished it. Reasons are numbered by
+    these errors, so that a failure that every rank survives does not affect later steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,7 +42,7 @@ class StepFailures:
         self._store: Store | None = _get_default_store() if name else None
         self._runs, self._lock, self._found, self._since = threading.Event(), threading.Lock(), "", 0.0
         self._watcher: threading.Thread | None = None
-        self._exit: BaseException | None = None  # of which the others were told
+        self._exit: BaseException | None = None  # announced to the other ranks
 
     @staticmethod
     def of(context: Context) -> StepFailures:
@@ -54,7 +53,7 @@ class StepFailures:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a step: look for failures of other ranks beside it, and say of what fails here why it does."""
+        """Enter around a step: watch for failures of other ranks, and add their reason to an error on this rank."""
         if self._store is not None and self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="autopar-failures", daemon=True)
             self._watcher.start()
@@ -79,9 +78,9 @@ class StepFailures:
 
     @contextmanager
     def told(self, where: str, action: str) -> Iterator[None]:
-        """Around an action: of what fails in it the other ranks are told, and raise it in the place of what they wait for.
+        """Enter around an action: announce a failure in it to the other ranks, which raise it instead of waiting.
 
-        An exit of the process, which `sys.exit` and Ctrl-C raise, goes on here. Raises RankError for every other failure.
+        Exits of the process (`sys.exit`, Ctrl-C) are raised again as they are. Raises RankError for every other failure.
         """
         try:
             yield
@@ -94,13 +93,13 @@ class StepFailures:
             raise
 
     def _exits(self, where: str, action: str, error: BaseException) -> None:
-        """Tell the others of an exit, once on its way out of all that it leaves."""
+        """Announce an exit to the other ranks, once, however many blocks it leaves."""
         if error is not self._exit:
             self._exit = error
             self._announce(where, action, error)
 
     def _announce(self, where: str, action: str, error: BaseException) -> RankError:
-        """The error to raise for an action that failed, after the other ranks were told."""
+        """Announce a failed action to the other ranks; returns the error to raise."""
         rank = dist.get_rank() if self._store is not None else 0
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         what = f"{where} failed at {action} on rank {rank}"
@@ -108,14 +107,14 @@ class StepFailures:
         return RankError(told.partition(": ")[0], reason=told.partition(": ")[2], fix="see the log of that rank")
 
     def failed(self, error: RuntimeError, where: str) -> RankError:
-        """The error to raise for a message that failed: the reason that another rank has told, or which ranks died."""
+        """The error to raise for a failed message: the reason that another rank announced, or which ranks died."""
         self._look()
         if not self._found:
             return lost(error, where)
         return _waited(self._found, f"rank {dist.get_rank()} waited in {where}")
 
     def _told(self, reason: str) -> str:
-        """The reason of the first rank that failed: this one's, if there is none yet; the others have read it then."""
+        """Publish a reason, unless another rank failed first, and wait until the others have read it; returns the first one."""
         if self._store is None:
             return reason
         with suppress(RuntimeError):  # the process that holds the store may have ended
@@ -143,7 +142,7 @@ class StepFailures:
                 os._exit(1)
 
     def _look(self) -> None:
-        """Read the reason for which another rank failed, if it is not known and there is one."""
+        """Read why another rank failed, if that is not known yet and a reason was published."""
         with self._lock, suppress(RuntimeError):  # the process that holds the store may have ended
             if self._store is not None and not self._found and self._store.check([self._key]):
                 self._since = time.monotonic()
@@ -152,13 +151,13 @@ class StepFailures:
 
 
 def _waited(reason: str, waited: str) -> RankError:
-    """The error of a rank that waited for one that failed."""
+    """The error for a rank that waited for one that failed."""
     what, _, why = reason.partition(": ")
     return RankError(f"{what}: {waited}", reason=why, fix="see the log of that rank")
 
 
 def _line(error: BaseException) -> str:
-    """Where an error was raised: file, line and its text, in emitted code too."""
+    """Where an error was raised: file, line number and source text; works for emitted code too."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"{last.filename}:{last.lineno}: {(last.line or '').strip()[:100]}"
 

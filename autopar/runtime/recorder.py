@@ -1,4 +1,4 @@
-"""Records what a step does, to be compared with the plan: which collectives it issues, and when it issues and awaits them."""
+"""Records which collectives a step issues, and when it issues and awaits them, for comparison with the plan."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """What a rank did from `start` to `stop`, in seconds of a clock of its own.
+    """What a rank did from `start` to `stop`, in seconds of its own clock.
 
-    It had a collective issued ("issue") or waited for it ("wait"), the `number`-th of the step; or it ran an op ("compute").
+    It issued the `number`-th collective of the step ("issue"), waited for it ("wait"), or ran an op ("compute").
     """
 
     what: str
@@ -50,7 +50,7 @@ class Occurrence:
 
 
 class _Recorder(TorchDispatchMode):
-    """Logs every functional collective, also of the backward: autograd's threads inherit dispatch modes."""
+    """Logs every functional collective, of the backward too: autograd's threads inherit dispatch modes."""
 
     def __init__(self, axes: Sequence[Axis], log: list[Issued]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,21 +70,21 @@ class _Recorder(TorchDispatchMode):
             assert isinstance(tensor, torch.Tensor)
             assert isinstance(group, str)
             size = tensor.nbytes * (int(str(args[1])) if kind == "all_gather" else 1)
-            if func.namespace == "autopar":  # sizes depend on the data; the op is told how many rows the plan counts
+            if func.namespace == "autopar":  # sizes depend on the data; the op has the number of rows that the plan counts
                 size = int(str(args[-2])) * math.prod(tensor.shape[1:]) * tensor.itemsize
             self.log.append(Issued(kind=kind, axis=self.axes.get(group, group), bytes=size, where=_where()))
         return func(*args, **(kwargs or {}))
 
 
 def _where() -> str:
-    """The pass that runs."""
+    """The current pass."""
     return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
 
 
 class _Stopwatch(_Recorder):  # type: ignore[no-untyped-call]
     """Logs when collectives are issued and awaited, and when ops run.
 
-    A collective is known by the storage that it writes to; to wait for it once more takes no time, and is an op.
+    A collective is identified by the storage that it writes to. Waiting for it a second time takes no time and counts as an op.
     """
 
     def __init__(self, axes: Sequence[Axis], log: list[Issued], times: list[Occurrence]) -> None:
@@ -116,7 +116,7 @@ class _Stopwatch(_Recorder):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def timed(axes: Sequence[Axis]) -> Iterator[tuple[list[Issued], list[Occurrence]]]:
-    """Collect the collectives that this rank issues inside, in order, and when it issued and awaited each and ran each op."""
+    """Collect the collectives issued inside, in order, with the times at which each was issued and awaited and each op ran."""
     log: list[Issued] = []
     times: list[Occurrence] = []
     with _Stopwatch(axes, log, times):
@@ -128,7 +128,7 @@ def recorded(axes: Sequence[Axis]) -> Iterator[list[Issued]]:
     """Collect every functional collective that this rank issues inside, in order, and its copies between
     memories.
 
-    `axes`, those of the `Context`, give process groups their names; a group of none of them is logged under its own name.
+    `axes`, from the `Context`, name the process groups; any other group is logged under its own name.
     """
     log: list[Issued] = []
 

@@ -1,4 +1,4 @@
-"""Recurrent layers with split gates: every rank has some rows of the weight matrices (`autopar.runtime.parallel_ops`).
+"""Recurrent layers with split gates: every rank holds some rows of the weight matrices (`autopar.runtime.parallel_ops`).
 
     gates = all_gather(W x) + all_gather(U h)          W x for the whole sequence at once, U h at each time step
 
@@ -47,7 +47,7 @@ def relu_cell(input_gates: Tensor, state_gates: Tensor, state: HiddenState) -> H
 def _layers(
     axis: Axis, cell: Cell, x: Tensor, initial: HiddenState, weights: Sequence[Tensor], arguments: RecurrentArguments
 ) -> tuple[Tensor, ...]:
-    """The results of a recurrent network, replicated: outputs of the last layer, then the final states."""
+    """The replicated results of a recurrent network: the outputs of the last layer, then the final states."""
     biases, layers, _, _, bidirectional, batch_first = arguments
     x = x.transpose(0, 1) if batch_first else x
     per_layer, directions = 4 if biases else 2, 2 if bidirectional else 1

@@ -3,8 +3,8 @@
     all_to_all_rows                rows selected by an index from the chunks of all ranks (tokens to experts, and back)
     expert_parallel_grouped_mm     grouped matrix products, where every rank has some of the matrices
 
-How many rows go where depends on the data. Every rank has the whole index, or the ends of all groups, so it computes the
-sizes without communication. Gradients return along the same paths.
+How many rows go to which rank depends on the data. Every rank has the whole index, or the ends of all groups, so it computes
+the sizes without communication. Gradients take the same paths back.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autopar.runtime.world import Axis
 
 @torch.library.custom_op("autopar::dispatch_rows", mutates_args=())
 def dispatch_rows(x: Tensor, output_splits: list[int], input_splits: list[int], rows: int, group: str) -> Tensor:
-    """An all-to-all of rows, with sizes that depend on the data; rows are sorted by the rank that they go to, or come from.
+    """An all-to-all of rows with data-dependent sizes; rows are sorted by the rank that they go to or come from.
 
-    `rows` is how many rows the plan counts for this collective: the real number is larger on one rank and smaller on another.
+    `rows` is the number of rows that the plan counts for this collective; the actual number differs between ranks.
     """
     before_message()
     issued = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), output_splits, input_splits, group)
@@ -117,7 +117,7 @@ class _GroupedContext(Protocol):
 
 
 class _ExpertParallelGroupedMM(torch.autograd.Function):
-    """Saves the rows before their dispatch and dispatches them once more in the backward, since few rows change ranks."""
+    """Saves the rows before dispatch and dispatches them again in the backward, since few rows change ranks."""
 
     @staticmethod
     def forward(ctx: _GroupedContext, axis: Axis, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _ExpertParallelGroupedMM(torch.autograd.Function):
 
 
 def _dispatch_by_group(axis: Axis, rows: int, matrices: int, ends: Sequence[int]) -> tuple[_Dispatch, list[int]]:
-    """The dispatch of rows to the ranks that have their matrix, and the bounds of this rank's groups among received rows."""
+    """The dispatch of rows to the ranks that hold their matrix, and the bounds of this rank's groups among received rows."""
     chunks = [rank * rows for rank in range(axis.size + 1)]
     starts = [0, *(ends[matrices * rank - 1] for rank in range(1, axis.size)), chunks[-1]]
     send = [_overlap(chunks, axis.index, starts, rank) for rank in range(axis.size)]
@@ -169,6 +169,6 @@ def expert_parallel_grouped_mm(
 ) -> Tensor:
     """Groups of rows times one matrix each (`_grouped_mm`); rows and matrices are split, the ends of groups are replicated.
 
-    With groups of equal size every rank has the rows of its own matrices, and no row changes ranks.
+    With groups of equal size every rank already has the rows of its own matrices, and no row changes ranks.
     """
     return _ExpertParallelGroupedMM.apply(axis, rows, weight, offs)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,6 +1,6 @@
-"""Refusal of second derivatives by parallel operators whose backward is written by hand and cannot be differentiated.
+"""Refuses second derivatives of parallel operators whose hand-written backward cannot be differentiated.
 
-torch's own `once_differentiable` is silent where only saved tensors, not the gradient, depend on what is differentiated.
+torch's own `once_differentiable` raises nothing if only the saved tensors, not the incoming gradient, require grad.
 """
 
 from __future__ import annotations

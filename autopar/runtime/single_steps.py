@@ -1,4 +1,4 @@
-"""Steps of an optimizer over one parameter: what an optimizer that computes element by element may take one by one."""
+"""Steps an optimizer one parameter at a time, which is allowed if it computes element by element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.runtime.step_hooks import ELEMENTWISE, check_class
 
 @contextmanager
 def only(optimizer: optim.Optimizer, parameter: torch.Tensor) -> Iterator[None]:
-    """Inside, an optimizer has this parameter alone, in its group."""
+    """Inside, the optimizer has only this parameter, in its group."""
     whole = [group["params"] for group in optimizer.param_groups]
     try:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
@@ -26,13 +26,13 @@ def only(optimizer: optim.Optimizer, parameter: torch.Tensor) -> Iterator[None]:
 
 
 def check_single_steps(optimizer: optim.Optimizer, where: str) -> None:
-    """Raise InputError for an optimizer that may need other parameters to step one that is `where`."""
+    """Raise InputError if stepping one parameter may need others; `where` says in the message which parameters are stepped."""
     does = f"compute each element by itself, as steps of what is {where} must"
     check_class(optimizer, ELEMENTWISE, does, "one of these, or weights on the device")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """This rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,8 +1,8 @@
-"""The store at which the processes of one start meet, where torchrun has started others at it before.
+"""A fresh rendezvous store for every start of the processes, although torchrun reuses its store across restarts.
 
-torchrun keeps one store over all restarts of its workers, with what each start has left there: addresses of processes that are
-gone, at which the next ones wait for each other. So each start finds a name of its own, under which the store is empty. Of the
-names that torchrun gives none is that: its count of restarts differs from node to node.
+torchrun keeps one store over all restarts of its workers, including the keys of earlier starts: addresses of processes that are
+gone, where new ones would wait for each other. So each start agrees on a prefix of its own, under which the store is empty.
+torchrun provides no name that would serve: its restart count differs from node to node.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autopar.errors import RankError
 
 WAIT = timedelta(minutes=30)  # torch's default for process groups
 POLL = 0.01  # seconds
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # what torchrun sets
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
 
 
 def kept_store(environment: Mapping[str, str], world: int) -> Store | None:
-    """torchrun's store, as its environment has it; None where the processes were started otherwise, and share no old one."""
+    """torchrun's store, from its environment; None if the processes were started otherwise and share no old store."""
     if RESTARTS not in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -31,12 +31,12 @@ def kept_store(environment: Mapping[str, str], world: int) -> Store | None:
 
 
 def start_store(store: Store, rank: int, world: int, wait: timedelta = WAIT) -> Store:
-    """The store under a name that only the processes of this start know; all of them call it.
+    """The store under a prefix that only the processes of this start know; all of them call it.
 
-    Rank 0 makes the name. Each other rank asks for it with a word of its own, under which it is answered; what earlier ones
-    asked is answered, too, and read by nobody. Rank 0 goes on when all others have the name.
+    Rank 0 makes the prefix. Each other rank asks for it with a unique key, under which rank 0 answers. Requests left from
+    earlier starts are answered too, but nobody reads those answers. Rank 0 continues once all others have the prefix.
 
-    Raises RankError if one of them does not ask within the time.
+    Raises RankError if a rank does not ask in time.
     """
     if rank:
         word = uuid.uuid4().hex

@@ -1,7 +1,8 @@
-"""Optimizer steps beside the backward: what the host or the disk stores is stepped there while the device computes.
+"""Overlaps optimizer steps with the backward: weights stored on the host or the disk are stepped while the device computes.
 
-A weight's step begins when its gradient is there, in a thread of its own, one weight after the other; `optimizer.step()` waits
-for these and steps all others. ZeRO-Offload has the same order of what is copied and stepped, for one step of the loop.
+A weight's step begins as soon as its gradient is complete, on a background thread, one weight after the other.
+`optimizer.step()` waits for these steps and steps all other weights. ZeRO-Offload copies and steps in the same order within one
+step of the loop.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StepsInBackward:
         optimizer: one that computes element by element.
         parameters: those that are stepped in the backward.
         more: whether gradients of further micro-batches are still to come.
-        scaled: whether the loss is scaled, so that gradients are no gradients before the step.
+        scaled: whether the loss is scaled, so that gradients are not final before the step.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StepsInBackward:
         check_single_steps(optimizer, "stepped in the backward")
         self._optimizer, self._more, self._scaled = weakref.ref(optimizer), more, scaled
         self._thread = ThreadPoolExecutor(1, "autopar-step")
-        self._steps: dict[torch.Tensor, tuple[Future[None], torch.Tensor, int]] = {}  # with the gradient, and its version
+        self._steps: dict[torch.Tensor, tuple[Future[None], torch.Tensor, int]] = {}  # step, gradient and its version
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
@@ -69,12 +70,12 @@ class StepsInBackward:
             optimizer.step()
 
     def check_call(self) -> None:
-        """Raise InputError if weights were stepped: a forward would read some from before the step, others from after it."""
+        """Raise InputError if weights were stepped: a forward would read some weights before their step and others after it."""
         if self._steps:
             raise InputError("a forward came before optimizer.step(), and the backward has stepped weights", fix=LATER)
 
     def before(self) -> None:
-        """Wait for the steps that were begun, and take their gradients away until all others are stepped."""
+        """Wait for the pending steps, and hide their gradients until all other weights are stepped."""
         steps, self._steps = self._steps, {}
         for step, _, _ in steps.values():
             step.result()
@@ -85,19 +86,19 @@ class StepsInBackward:
             self._gradients[parameter], parameter.grad = gradient, None
 
     def after(self) -> None:
-        """Put the gradients back."""
+        """Restore the hidden gradients."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
         self._gradients = {}
 
 
-_inside = contextvars.ContextVar("inside", default=False)  # in the thread that steps: each has its own value
+_inside = contextvars.ContextVar("inside", default=False)  # true on the stepping thread: context variables are per thread
 _begun = weakref.WeakKeyDictionary[optim.Optimizer, StepsInBackward]()
 
 
 @cache
 def install() -> None:
-    """Have what was stepped in the backward left out of every optimizer's own step, before other hooks see its gradients."""
+    """Make every optimizer's own step skip weights stepped in the backward, before other hooks see their gradients."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 

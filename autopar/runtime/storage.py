@@ -2,14 +2,14 @@
 
 Fused optimizers cannot mix DTensors with plain tensors, and run faster on plain ones.
 
-    I, H, D  Replicate(); of H, the local tensor is in the host's memory, of D in a file of the disk
+    I, H, D  Replicate(); for H the local tensor is in host memory, for D in a file on disk
     S(d)     Shard(d), or _StridedShard(d, split_factor=blocks) where the axis does not cut the dim in mesh order or cuts blocks
 
 torch applies the placements of a DTensor in mesh order, so the blocks of an axis are counted in the tensor that is already
 split by the earlier axes and not yet by the later ones.
 
-A padded parameter is stored without its padding, in memory that is allocated with room for the padding after the last row:
-the program's padded parameter is then a view, not a copy.
+A padded parameter is stored without its padding, in memory with room for the padding after the last row: the program's padded
+parameter is then a view, not a copy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def layout_of(stored: DTensor) -> Layout:
 
 
 def to_dtensor(part: torch.Tensor, shape: tuple[int, ...], layout: Layout, context: Context) -> torch.Tensor:
-    """The DTensor with this local tensor, which passes no gradient on; the local tensor itself on a mesh of one device."""
+    """The DTensor with this local tensor, detached from its graph; the local tensor itself on a mesh of one device."""
     if context.device_mesh is None:
         return part
     whole_weights.install()
@@ -114,7 +114,7 @@ class _Part(Protocol):
 
 
 class _Padded(torch.autograd.Function):
-    """A local tensor with padding, as a view where the memory has it, else as a copy. The gradient loses its padding."""
+    """A local tensor with padding: a view if its memory has room for it, else a copy. The gradient loses its padding."""
 
     @staticmethod
     def forward(ctx: _Part, part: torch.Tensor, padded_shape: Sequence[int]) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _has_padding_after(part: torch.Tensor, padded_shape: Sequence[int]) -> bool:
 
 
 def _allocate_padding(part: torch.Tensor, padded_shape: Sequence[int]) -> None:
-    """Move a tensor to memory that includes its padding, unless it is there, if only the first dim is padded."""
+    """Move a tensor to memory with room for its padding, if only the first dim is padded and it is not there already."""
     if part.shape[1:] == torch.Size(padded_shape[1:]) and not part.is_meta and not _has_padding_after(part, padded_shape):
         with torch.no_grad():
             memory = zeros_beside(part, padded_shape) if on_disk(part) else part.new_zeros(tuple(padded_shape))
@@ -154,7 +154,7 @@ def _allocate_padding(part: torch.Tensor, padded_shape: Sequence[int]) -> None:
 
 
 def local_part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a global tensor, split as a stored tensor of the same shape."""
+    """This rank's part of a global tensor, split like a stored tensor of the same shape."""
     if not isinstance(stored, DTensor):
         return tensor
     where = stored.device_mesh.get_coordinate()
@@ -163,7 +163,7 @@ def local_part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """A whole tensor that was loaded in the form of a stored one, cut on this rank; one of another form or shape as it is."""
+    """A loaded tensor in the form of a stored one: a whole one is cut on this rank, any other form or shape is unchanged."""
     if not isinstance(stored, DTensor) or isinstance(tensor, DTensor) or tensor.shape != stored.shape:
         return tensor
     part = local_part_like(tensor, stored).to(stored.device).contiguous()
@@ -172,7 +172,7 @@ def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def stored_as(kept: DTensor, stored: DTensor) -> DTensor:
-    """A tensor of a parameter's shape, stored as that is; itself if it is. Else all ranks call it, as it all-gathers."""
+    """A tensor of a parameter's shape, stored like the parameter; unless it already is, all ranks call this: it all-gathers."""
     if (kept.device_mesh, kept.placements) == (stored.device_mesh, stored.placements) or kept.shape != stored.shape:
         return kept
     moved = with_own_storage(given_like(full_tensor(kept), stored))
@@ -181,7 +181,7 @@ def stored_as(kept: DTensor, stored: DTensor) -> DTensor:
 
 
 def with_own_storage(stored: torch.Tensor) -> torch.Tensor:
-    """What this rank stores, without a larger tensor of which its part is a view."""
+    """The local part in storage of its own, if it is a view of a larger tensor."""
     if not isinstance(stored, DTensor):
         return stored
     local = stored.to_local()
@@ -194,7 +194,7 @@ def with_own_storage(stored: torch.Tensor) -> torch.Tensor:
 def tensor_by_name(entries: Mapping[str, nn.Module | torch.Tensor], path: str) -> torch.Tensor:
     """The parameter or buffer of this dotted name; `entries` has the modules or tensors of the first level, by name.
 
-    For names that Python cannot access as attributes. The target of a `call_function` node of emitted code.
+    Needed for names that are not valid Python attributes. The target of a `call_function` node of emitted code.
     """
     first, _, rest = path.partition(".")
     found = entries[first]
@@ -229,7 +229,7 @@ def all_unsharded(layouts: Iterable[Layout]) -> bool:
 
 
 def all_plain(stored: Iterable[torch.Tensor]) -> bool:
-    """Whether what is stored is plain tensors, as it is where nothing of the model that was stored is split."""
+    """Whether the stored tensors are plain, as they are if nothing in the model is split."""
     return not any(isinstance(tensor, DTensor) for tensor in stored)
 
 
@@ -249,11 +249,11 @@ def store(
 ) -> dict[str, torch.Tensor]:
     """Distribute global tensors by name: every rank gets its shard of rank 0's value.
 
-    All ranks call it, with tensors of equal shapes in the same order; values of ranks other than 0 are ignored and may be on
+    All ranks call it, with tensors of equal shapes in the same order; values on ranks other than 0 are ignored and may be on
     meta. Tensors on meta on rank 0 stay on meta. No split tensor is sent whole: its chunks are scattered along the axes that
     split it, then broadcast along the others. Parameters stay parameters and keep `requires_grad`; names that share a tensor
     share the stored one (in the first name's layout). `layouts` has the layouts of all tensors of the model, and
-    `empty` says which of them are on meta on rank 0, where all ranks know it.
+    `empty` says which of them are on meta on rank 0, if all ranks know that.
     """
     unsharded = all_unsharded(layouts.values())
     if empty is None:
@@ -323,7 +323,7 @@ def _even_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) 
 def _send_shards(
     pieces: list[torch.Tensor] | None, split: bool, like: torch.Tensor, axis: int, context: Context
 ) -> torch.Tensor:
-    """Scatter pieces (if `split`) or broadcast the only one from the first rank of an axis, which alone has them."""
+    """Scatter the pieces (if `split`), or broadcast the only one, from the first rank of an axis; no other rank has them."""
     if context.device_mesh is None or context.mesh.sizes[axis] == 1:
         assert pieces is not None
         return pieces[0]

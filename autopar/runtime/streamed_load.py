@@ -1,7 +1,7 @@
-"""Loading: each rank reads its parts of the tensors of a checkpoint, one after the other, and no tensor whole.
+"""Loads a checkpoint: each rank reads only its own parts of the tensors, one tensor after the other.
 
-A checkpoint is anything that can be read in ranges (`TensorReader`); a stored tensor knows by its layout which ranges of every
-dim are this rank's. Nothing is sent.
+A checkpoint is anything that can be read in ranges (`TensorReader`); the layout of a stored tensor tells which ranges of every
+dim belong to this rank. Ranks do not communicate.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class TensorReader(Protocol):
     """A checkpoint whose tensors can be read in parts."""
 
     def names(self) -> Collection[str]:
-        """The tensors in it."""
+        """The names of the tensors in the checkpoint."""
         ...
 
     def shape(self, name: str) -> Shape:
-        """The whole shape of one."""
+        """The full shape of a tensor."""
         ...
 
     def read(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """A range of one; it may be a view of the file."""
+        """A range of a tensor; it may be a view of the file."""
         ...
 
 
 def load(parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]) -> None:
     """Fill a parallel module's parameters and persistent buffers; `aliases` has another name of a tensor in the checkpoint.
 
-    A tensor of several names is found under any of them. Tensors on meta are replaced. Raises InputError, before anything is
+    A tensor with several names is found under any of them. Tensors on meta are replaced. Raises InputError, before anything is
     loaded, for tensors that the checkpoint lacks or has in another shape.
     """
     assert isinstance(parallel, Parallel)
@@ -59,10 +59,10 @@ def load(parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]) 
 
 
 def fill(parallel: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Replace tensors of a parallel module that are on meta by given values, under all their names; returns what it stores.
+    """Replace a parallel module's meta tensors by given values, under all their names; returns the stored tensors.
 
-    What is given is whole, of which this rank takes its part, or a DTensor; it is cast to the dtype of the plan, and copied
-    only where it has to be.
+    A value is a whole tensor, of which this rank takes its part, or a DTensor; it is cast to the plan's dtype, and copied only
+    if necessary.
     """
     assert isinstance(parallel, Parallel)
     filled: dict[str, torch.Tensor] = {}
@@ -81,7 +81,7 @@ def fill(parallel: nn.Module, given: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 def _replaced(parallel: Parallel, stored: torch.Tensor, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
-    """The stored tensor that has this part, where the plan stores it, in the place of one on meta under all its names."""
+    """Store a part where the plan wants it, in place of the meta tensor under all its names; returns the stored tensor."""
     layout, home = layout_of(stored) if isinstance(stored, DTensor) else None, parallel.autopar.place(names[0])
     if home != I:
         part, layout = moved(part, home, parallel.autopar.context.disk), layout and (*layout[:-1], home)
@@ -93,7 +93,7 @@ def _replaced(parallel: Parallel, stored: torch.Tensor, names: Sequence[str], pa
 
 
 def ranges(stored: torch.Tensor) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where this rank's part of a stored tensor is: ranges of the part, and the ranges of the whole that belong there."""
+    """Which ranges of this rank's part of a stored tensor correspond to which ranges of the whole."""
     if not stored.ndim:
         return [((), ())]
     dims = [[*zip(_lengths(runs), runs, strict=True)] for runs in map(_runs, _indices(stored))]
@@ -140,7 +140,7 @@ def _groups(parallel: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
 def _found(
     parallel: nn.Module, reader: TensorReader, aliases: Mapping[str, str]
 ) -> list[tuple[tuple[torch.Tensor, list[str]], str]]:
-    """The tensors that a state dict has, each with all its names, and its name in the checkpoint."""
+    """The tensors of a state dict, each with all its names and its name in the checkpoint."""
     saved = set(parallel.state_dict())
     there, found, missing = set(reader.names()), [], []
     for tensor, names in _groups(parallel):

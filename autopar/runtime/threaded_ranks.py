@@ -1,10 +1,10 @@
-"""The ranks of a mesh as threads of this process, joined by gloo: runs a parallel operator or module without other processes.
+"""Runs a parallel operator or module in one process: the ranks of a mesh are threads, joined by gloo.
 
     ranks("expert_parallel_grouped_mm", 4, run)        [run(0, operator), run(1, operator), ...]: one operator over one axis
     with ThreadedRanks() as world:
         world.run(mesh, run)                           [run(context of rank 0), ...]: a whole module
 
-A rank raises, or the others raise what they waited for in vain; what is said is the first error.
+If a rank fails, the ranks that wait for it fail too; the first error is the one raised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ranks(form: str, size: int, run: Callable[[int, Callable[..., object]], T]) 
 
 
 class ThreadedRanks:
-    """Ranks of meshes, whose process groups are kept from run to run, until one fails."""
+    """Threads as ranks of meshes; process groups are kept from run to run until one fails."""
 
     def __init__(self) -> None:
         self._meshes: dict[Mesh, list[Context]] = {}
@@ -52,7 +52,7 @@ class ThreadedRanks:
     def run(self, mesh: Mesh, function: Callable[[Context], T]) -> list[T]:
         """The results of `function(context)` on every rank of a mesh; raises the first error of any rank.
 
-        The contexts have no `device_mesh`: every rank is given whole tensors and keeps its part, as a plain tensor.
+        The contexts have no `device_mesh`: every rank gets whole tensors and keeps its part as a plain tensor.
         """
         with ThreadPoolExecutor(mesh.size) as threads:
             if mesh not in self._meshes:
@@ -82,7 +82,7 @@ class ThreadedRanks:
         self.close()
 
     def _connect(self, mesh: Mesh, threads: ThreadPoolExecutor) -> None:
-        """Join the ranks of a mesh along its axes; each is joined by a thread of its own, since they wait for each other."""
+        """Join the ranks of a mesh along its axes, each in its own thread, since they wait for each other."""
         store, name = HashStore(), f"threaded_ranks_{next(_NUMBERS)}"
         self._groups[mesh] = groups = []
 
@@ -120,12 +120,12 @@ class ThreadedRanks:
 
 @functools.cache
 def _device() -> object:
-    """The network of all groups: each device of gloo has a thread that wakes up 100 times a second."""
+    """The gloo device that all groups share, since each device has a thread that wakes up 100 times a second."""
     return dist.ProcessGroupGloo.create_default_device()
 
 
 def _joined(store: Store, name: str, rank: int, size: int) -> dist.ProcessGroup:
-    """A process group of this thread's own, known by its name."""
+    """A process group for this thread alone, registered under its name."""
     group = dist.ProcessGroup(store, rank, size)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [_device()], PATIENCE

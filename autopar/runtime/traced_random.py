@@ -1,8 +1,9 @@
-"""Random operators where `torch.compile` traces them: opaque to the compiler, which would draw numbers of its own.
+"""Random operators under `torch.compile`: opaque to the compiler, which would otherwise draw numbers of its own.
 
-Ranks must draw what the plan says, alike or apart, and so must a recomputation: each call draws from a seed that is worked out
-when the graph runs, as eager calls do (`autopar.runtime.random`), from a tensor with the model's seed and the number of its
-call. Of a dropout only the mask is opaque, the rest can be fused. Other operators are repeated to be differentiated.
+Ranks must draw equal or independent numbers, as the plan says, and a recomputation must draw the same ones again. As in eager
+mode (`autopar.runtime.random`), each call draws from a seed that is computed when the graph runs, here from a tensor with the
+model's seed and the call number. For dropout only the mask is opaque; the rest can be fused. The backward of any other operator
+runs it again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TENSOR = "a tensor"  # where a call has one
 def traced(
     operator: Callable[..., Tensor], numbers: Tensor, index: int, axes: Sequence[Axis], /, *args: object, **kwargs: object
 ) -> Tensor | Sequence[Tensor]:
-    """A random operator in a graph that is traced; `numbers` has the model's seed and the number of its call."""
+    """A random operator in a traced graph; `numbers` has the model's seed and the call number."""
     places = [(axis.name, axis.index) for axis in axes]
     if operator is torch.ops.aten.dropout.default:
         x, rate, training = args
@@ -57,17 +58,17 @@ def _call(
     args: Sequence[object],
     kwargs: dict[str, object],
 ) -> str:
-    """A call as text, which a graph can hold, and a cache of graphs can keep: all but its tensors."""
+    """A call as text, without its tensors, so that a graph can hold it and a graph cache can store it."""
     return json.dumps([str(operator), index, places, [*args], kwargs], default=_named)
 
 
 def _named(value: object) -> object:
-    """A constant that JSON lacks, as text."""
+    """Text for a constant that JSON cannot express."""
     return {"device": str(value)} if isinstance(value, torch.device) else {"torch": str(value).removeprefix("torch.")}
 
 
 def _read(found: dict[str, object]) -> object:
-    """What `_named` wrote, read."""
+    """Read a constant written by `_named`."""
     match found:
         case {"torch": str(name)}:
             return getattr(torch, name)
@@ -83,7 +84,7 @@ def _parsed(call: str) -> tuple[str, int, list[tuple[str, int]], list[object], d
 
 
 def _run(call: str, numbers: Tensor | None, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a call; without `numbers`, of tensors without data, nothing is drawn."""
+    """The results of a call; without `numbers`, for tensors without data, nothing is drawn."""
     target, index, places, args, kwargs = _parsed(call)
     operator, rest = overload(target), iter(tensors)
     given = [next(rest) if x == TENSOR else x for x in args]
@@ -107,20 +108,20 @@ def _(call: str, numbers: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(x) for x in _run(call, None, tensors)]
 
 
-# Not by `custom_op`, inside of which autograd records nothing.
+# Not a `custom_op`: autograd records nothing inside one.
 torch.library.define("autopar::draw_backward", "(str call, Tensor numbers, Tensor[] tensors, Tensor[] gradients) -> Tensor[]")
 
 
 @torch.library.impl("autopar::draw_backward", ("cpu", "cuda"))
 def _(call: str, numbers: Tensor, tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """The gradients of a random operator's tensors, from the same draw; zeros for what has none."""
+    """The gradients of a random operator's tensors, from the same draw; zeros for tensors that have none."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
         pairs = [(y, g) for y, g in zip(_run(call, numbers, inputs), gradients, strict=True) if y.requires_grad]
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
     return [
-        torch.zeros_like(x) if gradient is None else torch.empty_like(x).copy_(gradient)  # in the strides of the fake one
+        torch.zeros_like(x) if gradient is None else torch.empty_like(x).copy_(gradient)  # with the strides of the fake tensor
         for x in inputs
         for gradient in [next(found) if x.requires_grad else None]
     ]
@@ -146,7 +147,7 @@ draw.register_autograd(_gradients, setup_context=_keep)
 
 @torch.library.custom_op("autopar::dropout_mask", mutates_args=())
 def dropout_mask(call: str, numbers: Tensor, x: Tensor) -> Tensor:
-    """Which elements a dropout keeps, of a tensor like `x`: booleans."""
+    """A boolean mask, shaped like `x`, of the elements that a dropout keeps."""
     (scaled,) = _run(call, numbers, [torch.ones_like(x)])
     return scaled != 0
 

@@ -1,7 +1,7 @@
-"""Optimizers that compute with whole weights: of split ones they are refused, unless `gathered_steps` gathers these.
+"""Refuses optimizers that compute with whole weights if weights are split, unless `gathered_steps` gathers them.
 
-Norms, means over a weight and products are operators of DTensors as well, but written in place, or into plain tensors, they end
-in an error of DTensor, in whatever words its operator has.
+DTensors support norms, means over a weight and products too, but when these are written in place or into plain tensors, DTensor
+raises an error whose wording depends on the operator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
 
-# Those that step each weight by itself, by module: what they count is kept by weight, and nothing is read of another one.
+# Optimizers that step each weight by itself, by module: their counts are per weight, and they read no other weight.
 # L-BFGS takes all of them for one vector, LAMB and Adan of timm count the steps of a group, and Kron draws random numbers.
 WEIGHT_BY_WEIGHT: Mapping[str, str] = {
     "torch.optim": "Adafactor",
@@ -37,7 +37,7 @@ WEIGHT_BY_WEIGHT: Mapping[str, str] = {
     "timm.optim.sgdw": "SGDW",
 }
 
-# Those of them, and others, that cannot compute with DTensors; of timm none can with `caution`, a mean over the weight.
+# Optimizers, of these and others, that cannot compute with DTensors. In timm none can with `caution`, a mean over the weight.
 OF_WHOLE = {
     "torch.optim": ("Adafactor",),
     "transformers.optimization": ("Adafactor",),
@@ -48,12 +48,12 @@ OF_WHOLE = {
     "timm.optim.nvnovograd": ("NvNovoGrad",),
     "timm.optim.sgdp": ("SGDP",),
 }
-GATHERED = weakref.WeakSet[optim.Optimizer]()  # those whose steps are gathered
+GATHERED = weakref.WeakSet[optim.Optimizer]()  # optimizers whose steps are gathered
 
 
 @cache
 def install() -> None:
-    """Have an optimizer that needs whole weights say so before it steps split ones."""
+    """Make optimizers that need whole weights raise an error before they step split ones."""
     register_optimizer_step_pre_hook(_check)
 
 
@@ -76,7 +76,7 @@ def _of_whole(optimizer: optim.Optimizer) -> bool:
 
 
 def _place(optimizer: optim.Optimizer) -> str:
-    """The module that has an optimizer's class, by the names of the tables."""
+    """The module of an optimizer's class, as the tables name it."""
     place = type(optimizer).__module__
     return "torch.optim" if place.startswith("torch.optim.") else place
 

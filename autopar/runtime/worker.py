@@ -28,7 +28,7 @@ import torch.distributed.tensor  # before the fork, since every worker needs it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One run, as it is sent to every rank."""
+    """One run, in the form in which it is sent to every rank."""
 
     number: int
     function: str  # "package.module:function"
@@ -62,7 +62,7 @@ def root() -> None:
     torch.set_num_threads(1)
     for module in ("torch._dynamo", *sys.argv[2:]):  # torch imports dynamo with the first DTensor: do it once
         importlib.import_module(module)
-    gc.freeze()  # workers search what they make themselves, not all of torch
+    gc.freeze()  # the garbage collector of a worker scans its own objects only, not all of torch
     gc.enable()
     pool = connection()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers

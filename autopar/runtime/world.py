@@ -35,12 +35,12 @@ class Axis:
 
 
 class FlattenedAxes:
-    """Several axes as one: their process groups are made when code is first emitted over them, which all ranks do together.
+    """Several axes flattened into one; all ranks create its process groups together, when code is first emitted over it.
 
     Args:
-        name_of: the name of some axes as one.
-        axes: those of the mesh.
-        group: makes the process group of the ranks that differ in axes at these places of the mesh only; returns its name.
+        name_of: names the flattened axis.
+        axes: the mesh's axes.
+        group: creates the process group of the ranks that differ only in the axes at these positions; returns its name.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class FlattenedAxes:
         self.made: dict[tuple[int, ...], Axis] = {}
 
     def __call__(self, places: tuple[int, ...]) -> Axis:
-        """The axis that several make, or the one itself; ranks in it are in the mesh's order.
+        """The axis at these positions of the mesh, flattened if they are several; its ranks are in the mesh's order.
 
-        Raises MeshError if another axis has its name, by which emitted code finds it.
+        Raises MeshError if another axis has its name, since emitted code finds axes by name.
         """
         if len(places) == 1:
             return self._axes[places[0]]
@@ -76,9 +76,9 @@ class Context:
     device_mesh: DeviceMesh | None
     axes: tuple[Axis, ...]  # in mesh order
     device: torch.device  # of this rank
-    over: FlattenedAxes  # several of them as one, as code is emitted
-    control: dist.ProcessGroup | None = None  # of all ranks, on the host: what they agree on beside the model's messages
-    disk: str = ""  # the folder for weights on the disk; empty for that of temporary files
+    over: FlattenedAxes  # flattened axes, created as code is emitted
+    control: dist.ProcessGroup | None = None  # all ranks, on the host, for control messages
+    disk: str = ""  # the folder for weights on disk; empty for the temporary folder
 
     def axis(self, name: str) -> Axis:
         """The mesh axis of this name."""
@@ -111,8 +111,8 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         device_mesh: an existing mesh of these devices, whose process groups are used if it has these axes.
 
     Raises:
-        MeshError: the size of the mesh is not the number of processes, this one has no GPU, or the ranks of `device_mesh` have
-            another order along one row of an axis than along the next.
+        MeshError: the size of the mesh is not the number of processes, this process has no GPU, or the ranks of `device_mesh`
+            are ordered differently along one row of an axis than along the next.
     """
     kind = device_mesh.device_type if device_mesh else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.size == 1 and device_mesh is None:
@@ -136,13 +136,13 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
 
 
 def without_processes(mesh: Mesh, axes: tuple[Axis, ...], device: torch.device) -> Context:
-    """The context of a rank whose process groups do not exist, but for the names that its axes have."""
+    """The context of a rank without process groups; its axes only have names."""
     return Context(mesh=mesh, device_mesh=None, axes=axes, over=FlattenedAxes(mesh.name_of, axes, mesh.name_of), device=device)
 
 
 def _ascending(grid: DeviceMesh) -> DeviceMesh:
-    """The mesh of the same process groups along which ranks ascend: there a rank's coordinates, by which torch's checkpoints
-    go, are its places in the groups, by which collectives go.
+    """A mesh with the same process groups whose ranks ascend along every axis. torch's checkpoints use a rank's coordinates,
+    collectives its position in the group; on such a mesh the two agree.
 
     Raises MeshError if there is none.
     """
@@ -160,18 +160,18 @@ def _ascending(grid: DeviceMesh) -> DeviceMesh:
 
 
 def _groups(ranks: torch.Tensor, places: tuple[int, ...]) -> list[list[int]]:
-    """The ranks that differ in these places of the mesh only, of all of it."""
+    """All groups of ranks that differ only in the axes at these positions of the mesh."""
     rows = ranks.movedim(places, tuple(range(-len(places), 0))).flatten(start_dim=-len(places))
     return [row.tolist() for row in rows.flatten(end_dim=-2).unbind()] if rows.dim() > 1 else [rows.tolist()]
 
 
 def _flattened_group(grid: DeviceMesh, places: tuple[int, ...]) -> str:
-    """A process group of the ranks that differ from this one in these places of the mesh only.
+    """The process group of the ranks that differ from this one only in the axes at these positions of the mesh.
 
-    All ranks of the mesh make all such groups together: torch names a group that its own ranks make alone by how many others
-    each is in, and ranks of which one is in more wait for each other for ever.
+    All ranks of the mesh create all such groups together. If only the members created a group, torch would name it by how many
+    groups each of them is in; where these numbers differ, the ranks would wait for each other forever.
 
-    Raises MeshError, on every rank, if any do not ascend in the mesh's order: a process group's do.
+    Raises MeshError, on every rank, if the ranks of a group do not ascend in the mesh's order, as those of a process group do.
     """
     groups = _groups(grid.mesh, places)
     for ranks in groups:
@@ -190,7 +190,7 @@ def _axis(mesh: Mesh, grid: DeviceMesh, place: int) -> Axis:
 
 
 def _own_gpu() -> torch.device:
-    """The GPU of this process: that of its number on this machine. Raises MeshError if there are fewer."""
+    """The GPU with this process's local rank. Raises MeshError if the machine has fewer."""
     local, count = ProcessEnvironment.of(os.environ).local, torch.cuda.device_count()
     if local >= count:
         there = "is 1" if count == 1 else f"are {count}"

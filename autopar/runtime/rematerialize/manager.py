@@ -1,27 +1,27 @@
-"""Rematerialization: activations and gathered weights that are dropped after the forward and had again in the backward.
+"""Rematerialization: activations and gathered weights are dropped after the forward and restored in the backward.
 
 Emitted code marks such values inside `with rematerializer.active():`
 
     y = recompute_op(rematerializer, torch.ops.aten.mul.Tensor, a, b)                       y is recomputed from a and b
-    d = recompute_seeded(rematerializer, dropout, rng_state, 3, [dp], y, 0.1, training)     d drops the same once more
+    d = recompute_seeded(rematerializer, dropout, rng_state, 3, [dp], y, 0.1, training)     d is recomputed with the same mask
     w = all_gather__reduce_scatter_wait(bucket, dp, ..., rematerializer=rematerializer)     w is gathered again
     z = offload(rematerializer, z)                                                          z is copied to host memory and back
 
 Like activation checkpointing, this works through saved tensor hooks. Autograd saves tensors, often views of a marked value
-(`linear` saves a transposed weight, say). The pack hook looks at the tensor's storage: if it is a marked one, autograd is given
-sizes and strides only, so the storage is freed after its last use in the forward. The unpack hook fills the storage again by
-repeating what made it. Tensors that autograd saves inside a `recompute_op` (a dropout mask, statistics of a norm) are marked
-too. The hooks change neither gradients nor their order.
+(`linear` saves a transposed weight, say). The pack hook looks at the tensor's storage: if it is marked, autograd keeps only
+sizes and strides, so the storage is freed after its last use in the forward. The unpack hook fills the storage again by
+repeating the computation that made it. Tensors that autograd saves inside a `recompute_op` (a dropout mask, statistics of a
+norm) are marked too. The hooks change neither gradients nor their order.
 
-Operands of a recomputed op are held until nothing can ask for its results any more; operands that are recomputed themselves
-are held by their recipe only. When a gathered bucket is read in the backward, the bucket before it in the forward, which comes
-next, is prefetched.
+Operands of a recomputed op are held until nothing can request its results any more; of operands that are recomputed themselves
+only the recipe is held. When a gathered bucket is read in the backward, the bucket before it in the forward, which the backward
+reads next, is prefetched.
 
-Storages are identified by the storage object, not by its address: the address of a freed storage is soon in use again.
+Storages are identified by the storage object, not by its address, because addresses of freed storages are soon reused.
 
-A module that is compiled has no hooks: torch's partitioner recomputes what is marked (`policy`), gathers of buckets included.
+A compiled module has no hooks: torch's partitioner recomputes marked values (`policy`), including gathers of buckets.
 
-The parts: `storage` has the storages and the counts of who will ask for them, `recompute` what fills them.
+`storage` has the storages and the counts of claims on them, `recompute` the computations that fill them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def recompute_seeded(
 ) -> object:  # fmt: skip
     """`random.seeded(operator, ...)`, recomputed in the backward from the seed of this forward: it draws the same numbers.
 
-    The seed is worked out here, so that calls of the model between this forward and its backward do not change it. The target
+    The seed is computed here, so that calls of the model between this forward and its backward do not change it. The target
     of a `call_function` node.
     """
     if torch.compiler.is_compiling():
@@ -107,13 +107,13 @@ def offload(rematerializer: Rematerializer, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class PackedTensor:
-    """What autograd holds in place of a tensor that it saved: the tensor, or how to have its storage filled again."""
+    """What autograd holds in place of a saved tensor: the tensor itself, or how to fill its storage again."""
 
     value: torch.Tensor | SavedEntry
 
 
 class Rematerializer:
-    """Decides, while a forward runs, which saved tensors are kept and which are recomputed, by the storage they view."""
+    """Decides during a forward which saved tensors are kept and which are recomputed, by the storage that they view."""
 
     def __init__(self) -> None:
         self._reset()
@@ -126,18 +126,18 @@ class Rematerializer:
 
     @property
     def tracked(self) -> int:
-        """How many live storages of the forward that runs would be recomputed."""
+        """How many live storages of the running forward would be recomputed."""
         return len(self._storages)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around a forward: tensors that autograd saves go through the hooks."""
+        """Enter around a forward: tensors that autograd saves go through the hooks."""
         self._reset()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._reset()  # or an output that the user keeps would keep its recipe alive
+            self._reset()  # otherwise an output that the user keeps would keep its recipe alive
 
     def call(self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Call a function whose results and saved tensors are recomputed in the backward; see `recompute_op`."""
@@ -153,7 +153,7 @@ class Rematerializer:
     def convert(self, values: Tensors, conversion: ConversionCall, sources: Tensors) -> None:
         """Mark weights of a bucket, converted from `sources`, as gathered again in the backward.
 
-        Values that view their source, or only part of a storage, are not marked. Without gradients nothing is.
+        Values that view their source, or only part of a storage, are not marked. Without gradients, none are.
         """
         if not torch.is_grad_enabled():
             return
@@ -167,12 +167,12 @@ class Rematerializer:
         storage = x.untyped_storage()
         if storage not in self._storages:
             self._storages[storage] = fetched = OffloadFetch(storage).fetched
-            for packed in (link() for link in self._packed.pop(storage, [])):  # saved by the op that returned x, before this
+            for packed in (link() for link in self._packed.pop(storage, [])):  # the op that returned x saved it earlier
                 if packed is not None and isinstance(packed.value, torch.Tensor):
                     packed.value = StoragePart(of=fetched, geometry=Geometry.of(packed.value)).claim()
 
     def _mark(self, op: OpCall, index: int, tensor: torch.Tensor) -> None:
-        """Have an output of an op recomputed, unless it views an operand or is marked already."""
+        """Mark an output of an op for recomputation, unless it views an operand or is marked already."""
         if storage_id(tensor) not in op.reads and tensor.untyped_storage() not in self._storages:
             self._storages[tensor.untyped_storage()] = op.add(index, tensor)
 

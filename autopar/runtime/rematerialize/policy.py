@@ -1,9 +1,9 @@
-"""Recomputation where a module is compiled: torch's own partitioner does it, by a policy, in place of hooks on saved tensors.
+"""Recomputation in compiled modules: torch's partitioner does it, following a policy, instead of saved tensor hooks.
 
     with kept(False):
         y = relu(x)            its node in the traced graph is marked: y is recomputed in the backward
 
-What is not marked is saved, or recomputed where the partitioner finds it cheaper.
+Unmarked values are saved, or recomputed where the partitioner finds that cheaper.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Returned = TypeVar("Returned")
 
 
 def kept(keep: bool) -> AbstractContextManager[object]:
-    """Around calls that are traced: whether autograd may save what they compute, or it is to be recomputed."""
+    """Enter around traced calls: whether autograd may save their results or must recompute them."""
     return nullcontext() if keep else traceback.annotate({MARK: True})
 
 
 def recomputing(function: Callable[..., Returned], *inputs: torch.Tensor) -> Returned:
-    """`function(*inputs)`, traced, of which the backward recomputes what is marked."""
+    """`function(*inputs)`, traced; its backward recomputes the marked values."""
     result: Returned = checkpoint(function, *inputs, use_reentrant=False, context_fn=_contexts)
     return result
 
@@ -47,10 +47,10 @@ def _policy(context: object, operator: object, *args: object, **kwargs: object) 
 def _saves_cpu_generator(operator: object, args: Sequence[object]) -> bool:
     """Whether torch would save the state of the CPU's generator to recompute an operator: one that may draw, like attention.
 
-    In torch 2.13 it takes that state for an opaque input, the mesh of a DTensor, and the forward ends in an AssertionError.
+    torch 2.13 mistakes that state for an opaque input, the mesh of a DTensor, and the forward fails with an AssertionError.
     """
     on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in args)
-    return on_cpu and torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # higher-order ones have none
+    return on_cpu and torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # higher-order operators have none
 
 
 __all__ = ["kept", "recomputing"]

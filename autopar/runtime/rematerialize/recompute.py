@@ -20,7 +20,7 @@ class OpCall(Recomputation):
     """A call of a function, with its operands.
 
     Outputs are numbered in the order in which autograd saves tensors inside the call, followed by the results. Operands that
-    are recomputed themselves are held as parts, without a claim until an output has one.
+    are themselves recomputed are held as parts, without a claim until an output has one.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OpCall(Recomputation):
             self._claims = {i: part.claim() for i, part in self._parts.items()}
 
     def release_inputs(self, output: RecomputedStorage) -> None:
-        """Give up the claims on recomputed operands with the last claimed output."""
+        """Release the claims on recomputed operands with the last claimed output."""
         self._claimed_outputs -= 1
         if not self._claimed_outputs:
             self._claims = {}
@@ -61,7 +61,7 @@ class OpCall(Recomputation):
         return [entry.part.of for entry in self._claims.values() if entry.part.of.needed]
 
     def run(self, output: RecomputedStorage) -> None:
-        """Call the function as the forward did, and fill every needed output from what autograd saves and what it returns."""
+        """Repeat the call, and fill every needed output from the tensors that autograd saves and from the results."""
         leaves = [self._operand(i, self._claims[i].tensor() if i in self._claims else x) for i, x in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self._spec)
         saved: list[torch.Tensor] = []
@@ -81,7 +81,7 @@ class OpCall(Recomputation):
             entry.part.of.source.prefetch()
 
     def _operand(self, index: int, leaf: object) -> object:
-        """An operand as the forward had it, detached from the graph of the forward."""
+        """An operand as in the forward, detached from the forward's graph."""
         return leaf.detach().requires_grad_(index in self._requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -95,7 +95,7 @@ class OffloadFetch(Recomputation):
         self.fetched = self.add(0, data)
 
     def retain_inputs(self, output: RecomputedStorage) -> None:
-        """Hold nothing more: the copy to host memory was started by the constructor."""
+        """Hold nothing more: the constructor started the copy to host memory."""
 
     def release_inputs(self, output: RecomputedStorage) -> None:
         """Keep the host memory: it is freed with this object."""
@@ -135,13 +135,13 @@ class BucketGather(Recomputation):
         order.append(ref(self))
 
     def retain_inputs(self, output: RecomputedStorage) -> None:
-        """Claim the weight that this output is converted from, if it is recomputed."""
+        """Claim the weight from which this output is converted, if that weight is recomputed."""
         source = self._sources[output.index]
         if isinstance(source, StoragePart):
             self._claims[output.index] = source.claim(chained=True)
 
     def release_inputs(self, output: RecomputedStorage) -> None:
-        """Give up the claim on the weight that this output is converted from."""
+        """Release the claim on the weight from which this output is converted."""
         self._claims.pop(output.index, None)
 
     def missing_inputs(self, output: RecomputedStorage) -> list[RecomputedStorage]:
@@ -152,7 +152,7 @@ class BucketGather(Recomputation):
         return [entry.part.of for entry in entries if entry.part.of.needed]
 
     def run(self, output: RecomputedStorage) -> None:
-        """Wait for the collective in progress; if it did not include this output, issue another one and wait for that."""
+        """Wait for the collective in progress; if it does not include this output, issue another and wait for that one."""
         while output.needed:
             self._start()
             assert self._buffers is not None

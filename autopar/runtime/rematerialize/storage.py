@@ -1,8 +1,8 @@
-"""Storages that the backward can fill again, and reference counts of the tensors that will ask for them.
+"""Storages that the backward can fill again, with reference counts of the saved tensors that need them.
 
-A storage is dropped after its last use in the forward. What autograd saved of it is kept as a `SavedEntry`: sizes, strides and
-offset of the tensor (`Geometry`), and a `Claim` on the storage. The storage is filled when the first claim is redeemed, and
-freed when every claim has been.
+A storage is dropped after its last use in the forward. Each saved tensor that views it becomes a `SavedEntry`: sizes, strides
+and offset (`Geometry`), and a `Claim` on the storage. The storage is filled when the first claim is redeemed, and freed once
+every claim has been.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Geometry:
 class Recomputation(ABC):
     """Work of the forward that can be repeated in the backward; `outputs` are the storages that it fills, by output index.
 
-    The references are weak: a storage that nothing will ask for is not filled.
+    The references are weak: a storage that nothing needs any more is not filled.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class RecomputedStorage:
 
     @property
     def needed_by_saved_tensor(self) -> bool:
-        """Whether a saved tensor has a claim on it and it is not filled: claims of buckets gathered from it do not count."""
+        """Whether it is not filled and a saved tensor has a claim on it; claims of buckets gathered from it do not count."""
         return self._value is None and self._saved_claims > 0
 
     def storage(self) -> torch.UntypedStorage:
@@ -118,7 +118,7 @@ class RecomputedStorage:
         return self._value.untyped_storage()
 
     def fill(self, value: torch.Tensor) -> None:
-        """Take the recomputed value; saved views need the strides of the forward, so a value with other strides is copied."""
+        """Store the recomputed value; saved views need the forward's strides, so a value with other strides is copied."""
         if Geometry.of(value) != self._geometry:
             value = self._geometry.on(value.new_empty(value.numel()).untyped_storage()).copy_(value)
         self._value = value.detach()
@@ -137,7 +137,7 @@ class RecomputedStorage:
         self._free_if_redeemed()
 
     def remove_claim(self, *, redeemed: bool, saved: bool) -> None:
-        """Count a claim that has ended; `redeemed` if it had received the storage as it is filled now."""
+        """Count a claim that has ended; `redeemed` if it had received the currently filled storage."""
         self._claims -= 1
         self._saved_claims -= saved
         if not self._claims:
@@ -165,7 +165,7 @@ class Claim:
         target.add_claim(saved=self._saved)
 
     def redeem(self) -> torch.UntypedStorage:
-        """The filled storage; redeeming twice counts once as long as the storage was not freed between."""
+        """The filled storage; redeeming twice counts once unless the storage was freed in between."""
         storage, now = self.target.storage(), self.target.round
         if self._round != now:
             self._round = now
