@@ -33,12 +33,12 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
     Args:
         name: gpipe, 1f1b, interleaved, zb-h1 or zb-v.
         ranks: the size of the pipeline's axis.
-        microbatches: of a step.
-        chunks: the stages of each rank, from 2 for interleaved; zb-v has two, the others one.
+        microbatches: the number of micro-batches of a step.
+        chunks: stages per rank: at least 2 for interleaved, 2 for zb-v, 1 for the others.
         ahead: for 1f1b and zb-h1, forwards that a rank runs before its first backward beyond those that fill the pipeline; at
             most as many again. The last rank runs none ahead.
 
-    Raises ConstraintError for a name that is none, and for numbers that the schedule does not have.
+    Raises ConstraintError for an unknown name, and for numbers that the schedule does not support.
     """
     _refuse(name, ranks, microbatches, chunks, ahead)
     of: Mapping[str, Callable[[int, int, int], Actions]] = {
@@ -53,12 +53,12 @@ def named(name: str, ranks: int, microbatches: int, *, chunks: int = 1, ahead: i
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 DEFERRED = {"zb-h1", "zb-v"}  # backwards come in halves
-AHEAD = ("1f1b", "zb-h1")  # with forwards ahead, if these are asked for
+AHEAD = ("1f1b", "zb-h1")  # with forwards ahead, if requested
 NAMES = ("interleaved", *CHUNKS)
 
 
 def parts(name: str) -> tuple[str, int]:
-    """The schedule and the forwards ahead of a name such as "1f1b+2". Raises ConstraintError for a name that is none.
+    """The schedule and the forwards ahead in a name such as "1f1b+2". Raises ConstraintError for an unknown name.
 
     >>> parts("zb-h1+2"), parts("gpipe")
     (('zb-h1', 2), ('gpipe', 0))
@@ -111,7 +111,7 @@ def _gpipe(r: int, p: int, m: int) -> Actions:
 
 
 def _alternating(forwards: Actions, backwards: Actions, first: int) -> Actions:
-    """The first forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """The first forwards, then forward and backward in turn, then the remaining backwards."""
     pairs = zip(forwards[first:], backwards, strict=False)
     return forwards[:first] + [action for pair in pairs for action in pair] + backwards[len(forwards) - first :]
 
@@ -127,7 +127,7 @@ def _one_forward_one_backward(r: int, p: int, m: int, ahead: int) -> Actions:
 
 
 def _interleaved(r: int, p: int, m: int, chunks: int) -> Actions:
-    """Rounds of about p micro-batches: each goes through the rank's chunks one after the other."""
+    """Rounds of about p micro-batches; each round passes through the rank's chunks one after the other."""
     per, total = m // max(1, m // p), m * chunks
     places = [(n % (per * chunks) // per, n // (per * chunks) * per + n % per) for n in range(total)]
     forwards = [_forward(chunk * p + r, k) for chunk, k in places]
@@ -136,7 +136,7 @@ def _interleaved(r: int, p: int, m: int, chunks: int) -> Actions:
 
 
 def _zero_bubble_h1(r: int, p: int, m: int, ahead: int) -> Actions:
-    """1f1b with backwards in halves: those of weights come r micro-batches late, and so fill the end; with forwards ahead the
+    """1f1b with backwards in halves: the weight halves come r micro-batches late, which fills the end; with forwards ahead the
     last ranks hold as many more of them."""
     first, late = _first(r, p, m, ahead), r + min(ahead, r)
     actions = [_forward(r, k) for k in range(first)]
@@ -146,7 +146,7 @@ def _zero_bubble_h1(r: int, p: int, m: int, ahead: int) -> Actions:
 
 
 def _zero_bubble_v(r: int, p: int, m: int) -> Actions:
-    """Rank r has stages r and 2 p - 1 - r; made for at least 2 p - 1 micro-batches, of which the first m are kept."""
+    """Rank r has stages r and 2 p - 1 - r; built for at least 2 p - 1 micro-batches, of which the first m are kept."""
     down, up, count = r, 2 * p - 1 - r, max(2 * p - 1, m)
     done: Counter[tuple[str, int]] = Counter()
     actions: Actions = []

@@ -1,9 +1,9 @@
-"""Cuts that give pipeline ranks about equal work, if a rank may have several stages.
+"""Cuts a program into stages that give pipeline ranks about equal work, where a rank may have several stages.
 
-With w_r the work of rank r, the largest of them counts. sum_r w_r^8 is made small in its place, which tells partitions of one
-largest work apart. The cuts within a run of stages of different ranks are chosen anew, exactly, by dynamic programming over
-(stage, regions), where its ends and the other stages of these ranks stay as they are; run after run, until the sum gets no
-smaller.
+With w_r the work of rank r, the goal is a small max_r w_r. The search minimises sum_r w_r^8 instead, which also distinguishes
+partitions of equal maximum. It takes one run of stages on different ranks at a time and chooses the cuts within it exactly, by
+dynamic programming over (stage, regions), with the ends of the run and the other stages of its ranks fixed; it repeats this
+over all runs until the sum stops decreasing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _Floats = npt.NDArray[np.float64]
 
 
 def balanced(before: Sequence[float], schedule: PipelineSchedule) -> Cuts:
-    """Where the stages of a schedule begin and end, by the number of regions before: each has one at least.
+    """The cuts between the stages of a schedule, as numbers of regions before them; every stage has at least one region.
 
     Args:
-        before: the work of all regions before each one, and of all of them.
-        schedule: whose ranks have the stages.
+        before: prefix sums of the regions' work: the work before each region, and the total.
+        schedule: the schedule that assigns stages to ranks.
     """
     work, count, rank_of = np.array(before), schedule.stages, schedule.rank_of
     runs = [_different(first, rank_of) for first in range(count)]
-    cuts = _chosen(work, (0, len(before) - 1), [0.0] * count)  # stages that are about equal
+    cuts = _chosen(work, (0, len(before) - 1), [0.0] * count)  # stages of about equal work
     changed = count > len(schedule.ranks)
     while changed:
         changed = False
@@ -46,7 +46,7 @@ def balanced(before: Sequence[float], schedule: PipelineSchedule) -> Cuts:
 
 
 def _different(first: int, rank_of: dict[int, int]) -> tuple[int, int]:
-    """The longest run of stages of different ranks from one on: the first of them, and the one behind."""
+    """The longest run of stages on different ranks that begins at a stage: its first stage, and its end, exclusive."""
     seen, last = set[int](), first
     while last < len(rank_of) and rank_of[last] not in seen:
         seen.add(rank_of[last])
@@ -55,7 +55,7 @@ def _different(first: int, rank_of: dict[int, int]) -> tuple[int, int]:
 
 
 def _chosen(work: _Floats, ends: tuple[int, int], beside: Sequence[float]) -> Cuts:
-    """The best cuts of the regions between two ends into stages, beside which their ranks have other work."""
+    """The best cuts of the regions between two ends into stages; `beside` is the other work of each stage's rank."""
     first, last = ends
     inside = work[first : last + 1]
     size = np.where(np.arange(len(inside))[:, None] < np.arange(len(inside)), inside - inside[:, None], np.inf)
@@ -79,7 +79,7 @@ def _uneven(work: _Floats, cuts: Cuts, rank_of: dict[int, int]) -> float:
 
 
 def _power(work: _Floats) -> _Floats:
-    """The eighth power, by products, which are rounded alike on all machines."""
+    """The eighth power, by multiplication, which rounds the same on all machines."""
     squares = work * work
     fourth = squares * squares
     return fourth * fourth

@@ -9,7 +9,7 @@
     W   the half that makes the gradients of its parameters
 
 A schedule with messages has, for micro-batch 3 of stage 1, 1RECV_F3 and 1SEND_F3 for activations, 1RECV_B3 and 1SEND_B3 for
-gradients, and 1WAIT_F3 and 1WAIT_B3 where the rank waits until such a send is complete (torch has no name for these).
+gradients, and 1WAIT_F3 and 1WAIT_B3 where the rank waits for such a send to complete (torch has no name for these).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PipelineSchedule:
 
     @functools.cached_property
     def deferred(self) -> bool:
-        """Whether backwards are in halves, of which the second, W, comes later."""
+        """Whether backwards are split into halves, with the second half, W, deferred."""
         return any(action.kind == ActionKind.BACKWARD_WEIGHT for actions in self.ranks for action in actions)
 
     def microbatches_of(self, stage: int, *kinds: ActionKind) -> list[int]:
@@ -89,9 +89,9 @@ class PipelineSchedule:
         return [one.microbatch for one in self.ranks[self.rank_of[stage]] if one.stage == stage and one.kind in kinds]
 
     def in_flight(self, rank: int, *, deferred: bool = False) -> int:
-        """The most micro-batches, over all stages of a rank, between their forward and their B or I.
+        """The most micro-batches in flight at once on a rank, over all its stages: between their forward and their B or I.
 
-        With `deferred` until their B or W: what a deferred W still needs is then counted too.
+        With `deferred`, until their B or W: this also counts micro-batches whose W is still to come.
         """
         end = ActionKind.BACKWARD_WEIGHT if deferred else ActionKind.BACKWARD_INPUT
         now = most = 0
@@ -108,13 +108,13 @@ class PipelineSchedule:
 
 
 def parse(text: str, *, source: str = "") -> PipelineSchedule:
-    """Read a schedule without messages from a CSV text: a line per rank, empty cells where it idles.
+    """Read a schedule without messages from CSV text: one line per rank, empty cells where it idles.
 
     Args:
-        text: as torch writes it; nothing in it is executed.
+        text: the CSV in torch's format; nothing in it is executed.
         source: the name of the file, for errors.
 
-    Raises ConstraintError for a cell that is no action; see `dependencies.check` for what else a schedule must be.
+    Raises ConstraintError for a cell that is not an action; `dependencies.check` checks the rest.
     """
     try:
         rows = [row for row in csv.reader(text.splitlines()) if row]

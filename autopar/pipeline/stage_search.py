@@ -1,22 +1,23 @@
 """Searches for the cut of a program into contiguous stages with the shortest step under a given schedule.
 
-With f, i, w the seconds of a stage's forward and the halves of its backward, d = i + w (i where the schedule has halves), a and
-g its messages forward and backward, o what it does once, m micro-batches, and whatever order each rank works in,
+With f, i, w the seconds of a stage's forward and of the halves of its backward, d = i + w (d = i where the schedule has
+halves), a and g its messages forward and backward, o its work once a step, and m micro-batches, every order of the ranks'
+actions satisfies
 
     (path)  T >= sum_{q<s} (f_q + a_q + d_q + g_{q+1}) + m (f_s + d_s) + [w_0] + o_0        every stage s
     (own)   T >= sum_{q<s} (f_q + a_q) + m (f_s + i_s + w_s) + o_s                            every stage s
 
-since the first micro-batch must come to a stage, the stage has all of them to do, and the last must go back. [w_0] stands
-where there are halves. Of a rank with several stages both hold for the sum of their work, behind the head of the first; with
-n_q ranks whose first stage is behind stage q, the means of (path) and of (own) over the p ranks are
+since the first micro-batch must reach a stage, the stage must process all of them, and the last must travel back. [w_0] applies
+if the schedule has halves. For a rank with several stages both hold for the sum of their work, behind the head of the first
+one. With n_q ranks whose first stage is behind stage q, the means of (path) and (own) over the p ranks are
 
     (mean) T >= 1/p sum_s [ m (f_s + d_s) + n_s (f_s + a_s + d_s + g_{s+1}) ] + [w_0] + o_0
     (work) T >= 1/p sum_s [ m (f_s + i_s + w_s) + o_s + n_s (f_s + a_s) ]
 
-Each is a maximum or a sum over stages, so that dynamic programming over (stage, regions left) gives its exact minimum over all
-ways to go on: together the bound of a node of the search. Partitions are met in the order of this bound and timed by the clock,
-until the next bound is no better than the best time, which is then proven to be the least. Where a good partition is known, no
-stage is considered that alone takes longer than its step, by (own).
+Each is a maximum or a sum over stages, so dynamic programming over (stage, regions left) gives its exact minimum over all
+completions. The largest of these minima is the bound of a search node. The search visits partitions in the order of their
+bounds and times them by the clock, until the next bound is no better than the best time, which is then proven optimal. If a
+good partition is known, stages that alone take longer than its step, by (own), are left out.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from autopar.pipeline.cut_moves import improved, paced
 from autopar.pipeline.schedule import ActionKind, PipelineSchedule
 from autopar.pipeline.stage_table import Cuts, StageArray, StageTable
 
-NODES = 4000  # of the search, as many as the clock takes a few seconds for
-ROUNDING = 1e-9  # relative, of sums of seconds
+NODES = 4000  # search nodes: as many as the clock can time in a few seconds
+ROUNDING = 1e-9  # relative error of sums of seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePartition:
     """Stage s has the regions from cuts[s] to cuts[s + 1], exclusive; a step takes `seconds`.
 
-    No partition takes less than `bound`; if it is proven, `bound` is `seconds`. `simulations` is how many were timed.
+    No partition takes less than `bound`; if this one is proven optimal, `bound` is `seconds`. `simulations` counts the
+    partitions that were timed.
     """
 
     cuts: Cuts
@@ -66,13 +68,13 @@ def partition(
     start: Cuts | None = None,
     more: int = 0,
 ) -> StagePartition | None:
-    """The parts by which a step of the schedule is shortest; None if there are none.
+    """The partition with the shortest step under a schedule; None if there is no feasible one.
 
     Args:
-        schedule: a complete one, without messages.
-        tables: what each stage may be. The memory of a rank with several stages is to be shared among them beforehand.
-        nodes: of the search, at most; where they do not suffice, the best that was found, with the least bound that is open.
-        simulations: after which a good start is not improved any more: see `cut_moves`.
+        schedule: a complete schedule, without messages.
+        tables: the possible stages at each position; the memory of a rank with several stages is divided among them beforehand.
+        nodes: the most search nodes; if they run out, the result is the best partition found, with the least open bound.
+        simulations: the limit for improving a good start: see `cut_moves`.
         start: cuts that are known to be good.
         more: micro-batches that a step has beyond those of the schedule, in its steady state.
     """
@@ -81,10 +83,10 @@ def partition(
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Node:
-    """Stages that are decided: the cuts so far, what they add to each bound, and the most that is certain."""
+    """The stages decided so far: their cuts, their share of each bound, and the largest lower bound that is certain."""
 
     bound: float
-    missing: int  # stages that are not: of two nodes of one bound the more complete one comes first
+    missing: int  # undecided stages: of two nodes with equal bounds the more complete one comes first
     cuts: Cuts
     path: float = 0.0
     head: float = 0.0
@@ -94,16 +96,16 @@ class _Node:
     tail: float = 0.0
 
 
-DONE = (-math.inf, -math.inf, 0.0, 0.0)  # what no stage adds to (path), (own), (mean) and (work)
+DONE = (-math.inf, -math.inf, 0.0, 0.0)  # contribution of no stage to (path), (own), (mean) and (work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What some stages add to the bounds, in seconds."""
+    """Contributions of some stages to the bounds, in seconds."""
 
-    back: StageArray  # for how long they hold up the gradient of a micro-batch
-    passed: StageArray  # until the forward of one has come to the next stage
-    returned: StageArray  # for which a gradient is under way to the previous stage
+    back: StageArray  # delay of a micro-batch's gradient
+    passed: StageArray  # until a micro-batch's activations reach the next stage
+    returned: StageArray  # transfer of a gradient to the previous stage
     there: StageArray  # of all micro-batches, in (path)
     busy: StageArray  # of all micro-batches, in (own)
     once: StageArray  # once a step
@@ -112,7 +114,7 @@ class _Parts:
     done: StageArray  # in (work)
 
     def least(self, rest: StageArray) -> StageArray:
-        """What they add to the four bounds with the stages behind them, which add that much."""
+        """The contributions of these stages and of those behind them, given the contributions `rest` of the latter."""
         path, own, mean, work = rest
         return np.stack(
             (
@@ -125,8 +127,8 @@ class _Parts:
 
 
 class _Search:
-    """`fits` says, by stage, which regions may be one and leave some to all others; `rest` has, by stage, what those from a
-    region on add to the four bounds at least."""
+    """`fits` says for each stage which ranges of regions it may have, so that all other stages can have some; `rest` has, by
+    stage and first region, the least contribution of it and all later stages to the four bounds."""
 
     def __init__(
         self,
@@ -141,19 +143,19 @@ class _Search:
         self.halves = any(row.action.kind == ActionKind.BACKWARD_INPUT for row in self.clock.rows)
         self.tables, regions = tables, len(tables[0].fits)
         places = [[stage for stage, on in sorted(schedule.rank_of.items()) if on == r] for r in range(len(schedule.ranks))]
-        self.firsts = {stages[0]: stages for stages in places}  # all stages of a rank, by its first
+        self.firsts = {stages[0]: stages for stages in places}  # first stage of a rank -> all its stages
         self.behind = [sum(first > stage for first in self.firsts) / len(places) for stage in range(self.count)]
         apart = [schedule.rank_of[stage] != schedule.rank_of[stage + 1] for stage in range(self.count - 1)]
         self.sends_on, self.sends_back = [*apart, False], [False, *apart]
         self.timed: dict[Cuts, float] = {}
-        self.descended = 0  # cuts that were timed for a good start
+        self.descended = 0  # cuts timed to improve a start
         self.known: dict[tuple[int, int, int], StageSeconds] = {}
         self.ways: dict[tuple[int, int], tuple[list[int], _Parts, StageArray]] = {}
         self.fits = [table.fits & ~np.tri(regions, regions + 1, dtype=bool) for table in tables]
         self.start, longest = self._start(start)
         self.rest = np.full((self.count + 1, 4, regions + 1), math.inf)
         self.rest[self.count] = np.array(DONE)[:, None]
-        able = np.arange(regions + 1) == regions  # regions with which the stages behind may begin
+        able = np.arange(regions + 1) == regions  # regions at which the later stages may begin
         for stage in reversed(range(self.count)):
             parts = self._parts(stage, tables[stage].seconds)
             self.fits[stage] &= able & (parts.busy + parts.once <= longest)
@@ -162,13 +164,13 @@ class _Search:
             able = np.append(self.fits[stage].any(axis=1), False)
 
     def _start(self, cuts: Cuts | None) -> tuple[Cuts | None, float]:
-        """Cuts whose stages all fit, and the seconds of their step, above which no stage is of use."""
+        """The known cuts, if all their stages fit, and the seconds of their step: a stage that takes longer is useless."""
         if not cuts or not self._feasible(cuts):
             return None, math.inf
         return cuts, self._time(cuts) * (1 + ROUNDING)
 
     def _parts(self, stage: int, seconds: StageArray) -> _Parts:
-        """What stages of these seconds add to the bounds in a place of the pipeline."""
+        """The contributions to the bounds of stages with these seconds, at a position of the pipeline."""
         forward, first, second, activations, gradients, once = seconds
         back = first if self.halves else first + second
         passed = forward + activations if self.sends_on[stage] else forward
@@ -188,7 +190,7 @@ class _Search:
         )
 
     def _ways(self, stage: int, start: int) -> tuple[list[int], _Parts, StageArray]:
-        """Where a stage that begins at a region may stop, and what each way adds, alone and with all stages behind it."""
+        """Where a stage that begins at a region may stop, with each choice's contributions, alone and with all later stages."""
         if (stage, start) not in self.ways:
             stops = np.flatnonzero(self.fits[stage][start])
             parts = self._parts(stage, self.tables[stage].seconds[:, start, stops])
@@ -215,7 +217,7 @@ class _Search:
         return StagePartition(cuts=best[1], seconds=best[0], bound=bound, simulations=len(self.timed) + self.descended)
 
     def _children(self, node: _Node) -> list[_Node]:
-        """The ways to decide one stage more."""
+        """The nodes with one more stage decided."""
         stage = self.count - node.missing
         stops, parts, (least_path, least_own, least_mean, least_work) = self._ways(stage, node.cuts[-1])
         tail = node.tail if stage else parts.tail
@@ -265,7 +267,7 @@ class _Search:
         return found
 
     def _ranks(self, cuts: Cuts) -> float:
-        """(path) and (own) of ranks, with all stages of each."""
+        """The bounds (path) and (own) of ranks, each with all its stages."""
         stages = self._stages(cuts)
         head, path, most = 0.0, 0.0, 0.0
         tail = stages[0].backward_weight if self.halves else 0.0
@@ -287,7 +289,7 @@ class _Search:
         return self.timed[cuts]
 
     def _descend(self, cuts: Cuts) -> tuple[float, Cuts]:
-        """What moves make of cuts: a good start."""
+        """Improve cuts by local moves, for a good start."""
         tables = [table._replace(fits=fits) for table, fits in zip(self.tables, self.fits, strict=True)]
         seconds, found, timed = improved(self.clock, tables, cuts, more=self.more, simulations=self.simulations)
         self.descended += timed
@@ -298,14 +300,14 @@ class _Search:
         return all(start < stop for start, stop in ends) and all(self.fits[s][ends] for s, ends in enumerate(ends))
 
     def _first(self, node: _Node) -> Cuts:
-        """The completion of a node that follows the least bound, stage by stage."""
+        """Complete a node greedily: the child with the least bound, stage by stage."""
         while node.missing:
             node = min(self._children(node))
         return node.cuts
 
 
 def seconds_with(clock: Clock, stages: Sequence[StageSeconds], more: int) -> float:
-    """Seconds of a step with so many micro-batches more than its schedule has: the rank with most to do sets their pace."""
+    """Seconds of a step with `more` micro-batches than its schedule has; the busiest rank sets the pace of the extra ones."""
     return clock.seconds(stages) + more * paced(clock, stages)[0]
 
 

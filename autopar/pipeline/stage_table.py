@@ -10,23 +10,23 @@ import numpy.typing as npt
 
 from autopar.pipeline.clock import StageSeconds
 
-Cuts = tuple[int, ...]  # the regions with which stages begin, and the number of regions
-StageArray = npt.NDArray[np.float64]  # of one number for some stages, or for all, by first region and stop
+Cuts = tuple[int, ...]  # the first region of each stage, then the number of regions
+StageArray = npt.NDArray[np.float64]  # one number per stage: for some stages, or for all, by first region and stop
 FIELDS = [field.name for field in dataclasses.fields(StageSeconds)]
 
 
 class StageTable(NamedTuple):
-    """Every stage that may be made of contiguous regions.
+    """Every stage that can be made of contiguous regions.
 
-    `seconds` has the fields of `StageSeconds` in their order, each a matrix by the first region and the one where the stage
-    stops, exclusive: `[6, regions, regions + 1]`, no less of more regions. `fits` says which may be a stage.
+    `seconds` has the fields of `StageSeconds` in their order, each a matrix indexed by the stage's first region and its end,
+    exclusive: `[6, regions, regions + 1]`. A stage of more regions never takes less. `fits` says which ranges may be a stage.
     """
 
     seconds: StageArray
     fits: npt.NDArray[np.bool_]
 
     def stage(self, start: int, stop: int) -> StageSeconds:
-        """The stage of the regions from one to another, exclusive."""
+        """The stage of the regions from `start` to `stop`, exclusive."""
         return StageSeconds(**dict(zip(FIELDS, self.seconds[:, start, stop].tolist(), strict=True)))
 
 

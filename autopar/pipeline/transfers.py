@@ -1,11 +1,11 @@
-"""Messages in a schedule: where each rank sends, receives and waits, and the proof that nobody waits forever.
+"""Adds messages to a schedule (where each rank sends, receives and waits), and proves that no rank waits forever.
 
     0F0,0F1,0B0,0B1      0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0WAIT_F0,0WAIT_F1
     1F0,1B0,1F1,1B1  ->  1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1WAIT_B0,1WAIT_B1
 
-A send and its receive are one event in the time of the clock, put into the lists of both ranks: every list is a part of one
-order of events. So ranks that blocked in each send and receive would still all come to the end, in this order, and what waits
-later does so the more.
+A send and its receive are one event in the clock's time, entered in the lists of both ranks, so every list is a subsequence of
+one total order of events. Even ranks that block in every send and receive would therefore finish, in this order; all the more
+do ranks that wait later.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def with_messages(schedule: PipelineSchedule, stages: Sequence[StageSeconds], *,
     """The schedule with its sends, receives and waits, in the order in which the clock has them.
 
     Args:
-        schedule: without messages.
+        schedule: a schedule without messages.
         stages: seconds of each stage, which decide the order.
-        unfinished: sends that a rank may have under way, whose buffers it holds; it waits for the oldest before another one.
+        unfinished: how many sends a rank may have in flight, whose buffers it holds; before another, it waits for the oldest.
 
     Raises ConstraintError for a schedule that hangs.
     """
@@ -74,11 +74,11 @@ class _Writer:
 
 
 def replay(schedule: PipelineSchedule) -> None:
-    """Run a schedule with messages by the strictest rules that a library may have, and raise ConstraintError if it hangs.
+    """Run a schedule with messages by the strictest rules of any communication library; raises ConstraintError if it hangs.
 
-    Sends and receives of a rank stand in one queue, in the order in which it issues them, and a message passes when its send
-    and its receive are each the first of their queues: a rendezvous, as in NCCL where one communicator serves all ranks and in
-    gloo beyond its buffers. A computation waits for what it receives, a wait for its send.
+    Each rank has one queue of sends and receives, in the order in which it issues them. A message passes when its send and its
+    receive are both at the head of their queues: a rendezvous, as in NCCL with one communicator for all ranks, and in gloo once
+    its buffers are full. A computation waits for its receive, a wait for its send.
     """
     queues: list[deque[Action]] = [deque() for _ in schedule.ranks]
     passed: set[Action] = set()
@@ -101,7 +101,7 @@ def replay(schedule: PipelineSchedule) -> None:
 
 
 def _pass(queues: list[deque[Action]], rank: int, schedule: PipelineSchedule, passed: set[Action]) -> bool:
-    """Let a rank's messages through that are the first of both queues; whether there was one."""
+    """Pass the rank's messages that are at the head of both queues; whether there was any."""
     found = False
     while queues[rank] and queues[rank][0].kind in RECEIVE:
         received = counterpart(queues[rank][0])
@@ -114,7 +114,7 @@ def _pass(queues: list[deque[Action]], rank: int, schedule: PipelineSchedule, pa
 
 
 def _ready(action: Action, schedule: PipelineSchedule, passed: set[Action]) -> bool:
-    """Whether a rank that has come to an action goes on."""
+    """Whether a rank can proceed past an action."""
     stage, k, rank_of = action.stage, action.microbatch, schedule.rank_of
 
     def has(stage: int, *kinds: ActionKind) -> bool:

@@ -1,16 +1,15 @@
 """Places deferred weight gradients (W) where a rank would otherwise wait, by the seconds of its stages.
 
-A schedule with a name has each W where it fits if F, I and W take equally long. They do not, and stages differ; but a W follows
-its I and nothing waits for it, so that it may come at any later time. Here each rank has its F and I in the order of the
-schedule, and
+A named schedule places each W as if F, I and W took equally long. They do not, and stages differ; but a W only has to follow
+its I, and nothing waits for it, so it may run at any later time. Here each rank keeps the schedule's order of F and I, and
 
-    runs a W                            where the next F or I could not start for `SHARE` of what the W takes, or longer,
-                                        and where the rank would hold more micro-batches than it ever does by the schedule
-    runs those that are left            behind the last F and I
+    runs a W                            if the next F or I cannot start for at least `SHARE` of the W's time,
+                                        or if the rank would hold more micro-batches than it ever does in the schedule
+    runs the remaining W                after the last F and I
 
-which is a list schedule (Graham, "Bounds on multiprocessing timing anomalies", 1969) of what Qi et al. call W ("Zero bubble
-pipeline parallelism", 2023), who find its place by an integer program. A W that begins in a gap that is shorter holds up what
-comes next, by less than it saves later on: `SHARE` is the fastest of 0, 1/8, 1/4, 1/2 and 1 for GPT-3 and Llama-3 70B.
+This is list scheduling (Graham, "Bounds on multiprocessing timing anomalies", 1969) of what Qi et al. call W ("Zero bubble
+pipeline parallelism", 2023); they place it by an integer program. A W that begins in a gap shorter than itself delays the next
+action, by less than it saves later: `SHARE` is the fastest of 0, 1/8, 1/4, 1/2 and 1 for GPT-3 and Llama-3 70B.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from autopar.pipeline.clock import StageSeconds, clock_of, receiver
 from autopar.pipeline.dependencies import StageProduct, made, needed
 from autopar.pipeline.schedule import Action, ActionKind, PipelineSchedule
 
-SHARE = 0.25  # of a W, for which a rank would wait at least
+SHARE = 0.25  # the least wait, as a share of a W's time, that a W fills
 
 
 def waits_filled(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> tuple[PipelineSchedule, float]:
-    """A schedule with its W where ranks would wait, if a step is faster so, else as it is; and the seconds of the step.
+    """A schedule with its W moved to where ranks would wait, if that makes the step faster, else unchanged; with its seconds.
 
     Args:
-        schedule: a complete one, without messages.
+        schedule: a complete schedule, without messages.
         stages: seconds of each stage, with messages.
     """
     known = schedule, clock_of(schedule).seconds(stages)
@@ -43,19 +42,19 @@ def waits_filled(schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """What a rank has still to do, in order, the W that may run, what it has done, and the micro-batches that it holds."""
+    """The state of a rank: actions still to run, in order; W that may run; finished actions; micro-batches held."""
 
     queue: deque[Action]
-    most: int  # micro-batches that it may hold, of all of its stages
+    most: int  # micro-batches that it may hold, over all its stages
     deferred: deque[Action] = field(default_factory=deque)
     done: list[Action] = field(default_factory=list)
     held: int = 0
 
 
 class _Filling:
-    """A simulation in the order of time, in which ranks decide what they run next whenever they are free.
+    """An event simulation in which ranks choose their next action whenever they are free.
 
-    `there` has the seconds at which what an action needs is on its rank, if the action that makes it has begun.
+    `there` has the time at which an action's input is available on its rank, if the action that makes it has begun.
     """
 
     def __init__(self, schedule: PipelineSchedule, stages: Sequence[StageSeconds]) -> None:
@@ -70,7 +69,7 @@ class _Filling:
         self.there: dict[StageProduct, float] = {}
         self.links: dict[tuple[int, int], float] = {}
         self.free = [(0.0, rank) for rank in range(len(self.ranks))]  # a heap
-        self.waiting: dict[StageProduct, tuple[float, int]] = {}  # ranks that are free, by what they wait for
+        self.waiting: dict[StageProduct, tuple[float, int]] = {}  # what a free rank waits for -> since when, and the rank
 
     def run(self) -> PipelineSchedule:
         while self.free:
@@ -79,7 +78,7 @@ class _Filling:
         return PipelineSchedule(ranks=tuple(tuple(one.done) for one in self.ranks))
 
     def _decide(self, number: int, now: float) -> None:
-        """Run an action on a rank that is free, or let it wait."""
+        """Run an action on a free rank, or let the rank wait."""
         rank = self.ranks[number]
         if not rank.queue:
             rank.done.extend(rank.deferred)
@@ -98,14 +97,14 @@ class _Filling:
             self._start(number, rank.queue.popleft(), now)
 
     def _fills(self, rank: _Rank, action: Action, now: float, ready: float | None) -> bool:
-        """Whether the first W that is deferred comes before the next action."""
+        """Whether the first deferred W runs before the next action."""
         if action.kind == ActionKind.FORWARD and rank.held >= rank.most:
             return True
         takes = self.stages[rank.deferred[0].stage].backward_weight
         return ready is None or (ready > now and ready - now >= SHARE * takes)
 
     def _start(self, number: int, action: Action, now: float) -> None:
-        """Run an action, and say when what it makes is there."""
+        """Run an action, and record when its result is available."""
         rank, stage = self.ranks[number], self.stages[action.stage]
         rank.done.append(action)
         stop = now + stage.of(action.kind)
