@@ -1,4 +1,4 @@
-"""Infers which dims of an operator have which factors by running it on other sizes, as a step towards its rule.
+"""Infers the factors of an operator's dims by running it on other sizes, as a step towards its rule.
 
 x (4, 6), w (10, 6) -> (4, 10)   ->   a b, c b -> a c
 """
@@ -20,14 +20,14 @@ from autopar.operators.checking.uneven_check import joins_unevenly
 from autopar.operators.registry import fit
 from autopar.operators.rule import Rule, always, op
 
-DRAWS = 3  # of numbers, for every question
-ORDERS = 24  # of the factors of merged dims, among which the right one is looked for
-MERGED = 3  # classes that are taken as one, before all of one size are
+DRAWS = 3  # random draws per check
+ORDERS = 24  # the most orders of factors of merged dims to try
+MERGED = 3  # the most classes to merge at once, before merging all of one size
 
 
 @dataclass(frozen=True, slots=True)
 class InferredWord:
-    """A factor of a dim: that of a class, by its number; or a constant one, by the dim in which it stands."""
+    """A factor of a dim: the factor of a class, by its number, or a constant one, by the dim in which it occurs."""
 
     number: int
     constant: str = ""
@@ -63,7 +63,7 @@ class InferredRule:
             return word.number in self.able and not word.constant
 
         def dim(words: InferredWords) -> str:
-            if not any(map(able, words)):  # what stays whole needs no name, and no size
+            if not any(map(able, words)):  # a dim that stays whole needs neither name nor size
                 return "_"
             return f"({' '.join(map(name, words))})" if len(words) > 1 else name(words[0])
 
@@ -77,20 +77,20 @@ class InferredRule:
         return f"{', '.join(inside)} -> {', '.join(outside)}"
 
     def rule(self, groups: Sequence[str] = (), text: str = "") -> Rule:
-        """The form as a rule, these groups of arguments linear; perhaps with a shorter text."""
+        """The form as a rule, linear in these groups of arguments; `text` may replace its pattern by a shorter one."""
         return op(text or str(self), linear=", ".join(groups), averages=always if self.averages else None)
 
     def holds(self, groups: Sequence[str] = ()) -> bool:
-        """Whether the law holds on several draws, for equal parts and for unequal ones."""
+        """Whether the law holds on several draws, for equal and for unequal parts."""
         drawn = [self.probe.run() for _ in range(DRAWS)]
         return all(one is not None and obeys(one, self.rule(groups)) for one in drawn)
 
     def alone(self, number: int) -> InferredRule:
-        """The form with one class that splits."""
+        """The form with only this class split."""
         return replace(self, able=frozenset({number}))
 
     def splits(self) -> InferredRule:
-        """The form with every class that can be split alone, the factors of merged dims in the right order."""
+        """The form with every class that can be split alone, and the factors of merged dims in the right order."""
         form = self
         for number in range(len(self.members)):
             found = next((attempt for attempt in form.attempts(number) if attempt.alone(number).holds()), None)
@@ -99,7 +99,7 @@ class InferredRule:
         return form
 
     def attempts(self, number: int) -> Iterator[InferredRule]:
-        """The form with what is open about a class filled in: the order of factors, how addends come about, what is added."""
+        """Forms that settle what is open about a class: the order of factors, sum or average, operands added once."""
         dims = [("operand", place, words) for place, words in self.operands.items()]
         dims += [("result", place, words) for place, words in self.results.items()]
         orders = itertools.product(*(self._orders(words, number) for _, _, words in dims))
@@ -120,12 +120,12 @@ class InferredRule:
                         yield replace(form, added=self.added | set(more))
 
     def _orders(self, words: InferredWords, number: int) -> list[InferredWords]:
-        """The orders in which the factors of a dim may stand; that of one which splits already is known."""
+        """The possible orders of a dim's factors; the order is known if one of them splits already."""
         open_ = InferredWord(number) in words and not any(word.number in self.able for word in words)
         return list(itertools.permutations(words)) if open_ else [words]
 
     def merged(self) -> InferredRule:
-        """The form with classes of one size taken as one, where these split together and not alone."""
+        """The form with classes of equal size merged where they split together but not alone."""
         given = [tuple(tensor.shape) for tensor in self.probe.example.tensors.values()]
         whole = [number for number in range(len(self.members)) if number not in self.able]
         sizes = {number: {given[i][d] for i, d in self.members[number]} for number in whole}
@@ -145,7 +145,7 @@ class InferredRule:
 
 
 def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
-    """What each class is in the results: every class has a size of its own, and is given others to see which dims change."""
+    """Find each class in the results: every class gets a size of its own, which is then changed to see which dims follow."""
     probe = probe.spread(classes)
     base = probe.run()
     assert base is not None, "every size was tried"
@@ -156,8 +156,8 @@ def surveyed(probe: Probe, classes: Sequence[Class]) -> InferredRule:
     growth = _growth(probe, classes, base)
     form = InferredRule(probe=probe, members=tuple(classes), operands=operands, results={})
     sizes = [form.size(number) for number in range(len(classes))]
-    parts: dict[OperandDim, Fraction] = {}  # what a dim is beside the product of its classes
-    units = [1] * len(classes)  # how many pieces of a class there are, of which the results have one
+    parts: dict[OperandDim, Fraction] = {}  # the size of a dim relative to the product of its classes
+    units = [1] * len(classes)  # into how many pieces a class is divided, of which the results have one
     for place, numbers in growth.items():
         parts[place] = Fraction(base.results[place[0]].shape[place[1]], math.prod(sizes[n] for n in numbers))
         if len(numbers) == 1:
@@ -182,7 +182,7 @@ def _square(one: Class) -> bool:
 
 
 def _growth(probe: Probe, classes: Sequence[Class], base: Example) -> dict[OperandDim, list[int]]:
-    """The classes in proportion to which each dim of a result grows; one that grows otherwise with some is left out."""
+    """The classes to which each dim of a result is proportional; dims that depend on a class in another way are left out."""
     growth: dict[OperandDim, list[int]] = {}
     crooked: set[OperandDim] = set()
     shapes = [tuple(result.shape) for result in base.results]
@@ -215,7 +215,7 @@ def _fits(form: InferredRule, example: Example) -> bool:
 
 
 def obeys(example: Example, made: Rule) -> bool:
-    """Whether a rule holds for a call, for equal parts and for unequal ones."""
+    """Whether a rule holds for a call, for equal and for unequal parts."""
     try:
         fitted = fit(example.op, example.values, rule=made)
         check(example.op, example.values, example.tensors, rule=made)

@@ -16,31 +16,31 @@ from autopar.ir.builder import Keywords
 from autopar.ir.program import Argument, qualified
 from autopar.operators.checking.sample_call import Example
 
-OperandDim = tuple[int, int]  # an operand, and a dim of it
-Class = frozenset[OperandDim]  # dims that have one size
+OperandDim = tuple[int, int]  # an operand and one of its dims
+Class = frozenset[OperandDim]  # dims that must have equal sizes
 Sizes = Mapping[OperandDim, int]
 
 SMALL = (6, 10, 4, 14, 9, 15, 8, 22, 21, 26)  # none is prime: each can be split twice
-LARGE = 16  # from which on a size is made small before anything else is tried
-TOGETHER = 3  # dims that are resized together with another one, before all of its size are
+LARGE = 16  # sizes from here on are reduced before anything else is tried
+TOGETHER = 3  # the most dims to resize with another one, before resizing all of its size
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Probe:
-    """An operator as one call shows it, run on operands of any sizes.
+    """An operator as seen in one call, which can be run on operands of other sizes.
 
-    Numbers are drawn with both signs where the operator takes them, else between those that it was given.
+    Numbers are drawn with both signs if the operator accepts these, otherwise between the given numbers.
     """
 
     example: Example
     generator: torch.Generator
     double: bool = True
     signed: bool = True
-    sizes: Sizes = field(default_factory=dict)  # that differ from the call's own
+    sizes: Sizes = field(default_factory=dict)  # sizes that differ from the call's own
 
     @staticmethod
     def of(example: Example) -> Probe:
-        """Look at a call; raises RuleError if the operator draws random numbers, or computes none that are finite."""
+        """Make the probe of a call; raises RuleError if the operator draws random numbers, or its results are not finite."""
         generator = torch.Generator().manual_seed(0)
         kinds = (
             Probe(example=example, generator=generator, double=double, signed=signed)
@@ -61,7 +61,7 @@ class Probe:
         return probe.small()
 
     def small(self) -> Probe:
-        """A probe in which large sizes are small, equal ones equally so, as far as the operator lets them."""
+        """A probe with large sizes reduced, equal ones to equal sizes, as far as the operator allows."""
         probe, known = self, {self.size(place) for place in self.places()}
         for size in sorted(known):
             if size >= LARGE:
@@ -121,7 +121,7 @@ class Probe:
         return (drawn if self.double else drawn.to(like.dtype)).to(like.device)
 
     def classes(self) -> list[Class]:
-        """The least sets of dims that can be resized, each with all its dims together; a dim that cannot be is in none."""
+        """The smallest sets of dims that can only be resized together; a dim that cannot be resized is in none."""
         found: list[Class] = []
         places = self.places()
         for place in places:
@@ -138,13 +138,13 @@ class Probe:
         return found
 
     def resizable(self, group: Class) -> bool:
-        """Whether dims of one size can all have another one."""
+        """Whether these dims, of equal size, can be resized together."""
         size = self.size(min(group))
         others = [n for n in (size + 1, 2 * size, size + 2, 3 * size, size - 1) if n > 1]
         return any(self.run(dict.fromkeys(group, n)) is not None for n in others)
 
     def spread(self, classes: Sequence[Class]) -> Probe:
-        """A probe in which every class has a size of its own, as far as the operator lets it."""
+        """A probe in which every class has a size of its own, as far as the operator allows."""
         probe, taken = self, {self.size(place) for place in self.places() if not any(place in one for one in classes)}
         for one in classes:
             size = probe.other(one, taken)
@@ -154,7 +154,7 @@ class Probe:
         return probe
 
     def other(self, one: Class, taken: set[int]) -> int | None:
-        """A size for a class that is not taken; None if the operator takes none."""
+        """A size for a class that is not taken yet; None if the operator accepts none."""
         size = self.size(min(one))
         for n in (*SMALL, *(size * k for k in range(1, 5))):
             if n not in taken and self.run(dict.fromkeys(one, n)) is not None:

@@ -1,4 +1,4 @@
-"""Rules for the user's operators: checked by execution, and kept beside the table.
+"""Rules for the user's operators: checked by execution, and kept in addition to the table.
 
 autopar.register_rule("mylib::scaled", "... n, n -> ... n", linear="x, scale", example=(x, scale))
 """
@@ -23,14 +23,14 @@ from autopar.operators.rule import op as row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What was checked of a rule, and held: on one call, each factor split and each group of operands made of addends."""
+    """The checks that a rule passed on one call: each factor split, and each group of operands made of addends."""
 
     operator: str
     rule: str  # fitted to the call
-    factors: tuple[str, ...]  # that were split
+    factors: tuple[str, ...]  # the factors that were split
     linear: tuple[str, ...]  # groups of operands, by position
     trials: int
-    gradients: bool  # whether these were compared too
+    gradients: bool  # whether gradients were compared too
 
     def __str__(self) -> str:
         compared = "values and gradients" if self.gradients else "values only: it has no derivative"
@@ -57,19 +57,19 @@ def check_rule(
 
     Args:
         op: An overload, `"mylib::op"`, or what `torch.library.custom_op` returned.
-        arguments: Those of one call, in order or by name: tensors of random numbers, with dims of different sizes that can be
-            divided.
+        arguments: The arguments of one call, in order or by name: tensors of random numbers, with dims of different divisible
+            sizes.
         rule: A pattern to check instead of the operator's own rule; `linear`, `averages` and `when` belong to it, as in
             `register_rule`.
         linear: Groups of arguments in which the operator is jointly linear.
-        averages: What is summed away is then divided by its size.
+        averages: Whether sums over a factor are divided by its size.
         when: The static arguments for which the rule holds.
 
     Returns:
-        What was checked, and held.
+        The checks that the rule passed.
 
     Raises:
-        RuleError: The rule is wrong: it says which factor was split how, which tensor is wrong, and by how much. Or the
+        RuleError: The rule is wrong: the error says which factor was split how, which tensor is wrong, and by how much. Or the
             operator has no rule for this call.
 
     >>> print(check_rule("aten::mm", (torch.randn(4, 6), torch.randn(6, 10))))
@@ -123,13 +123,13 @@ def register_rule(
         op: An overload, `"mylib::op"`, or what `torch.library.custom_op` returned.
         rule: The pattern.
         linear: Groups of arguments in which the operator is jointly linear: `"input bias, weight bias"`.
-        averages: What is summed away is then divided by its size, as a mean does.
+        averages: Whether sums over a factor are divided by its size, as in a mean.
         when: The static arguments for which the rule holds, `{"dim": -1}`; other calls have no rule.
         example: The arguments of a call, on which the rule is checked first (see `check_rule`).
-        replace: Whether another rule that the operator has already may be replaced.
+        replace: Whether to replace a different rule that the operator already has.
 
     Raises:
-        RuleError: The rule is wrong, cannot be read, or differs from the one that the operator has, unless `replace`. It is
+        RuleError: The rule is wrong, cannot be read, or, without `replace`, differs from the operator's present rule. It is
             then not registered.
     """
     target = target_of(op, () if example is None else example)
@@ -147,7 +147,7 @@ def register_rule(
 
 
 def _row(target: str, rule: str, linear: str, averages: bool, when: Mapping[str, object] | None) -> Rule:
-    """The rule as a row of the table; raises RuleError where it does not match the operator's schema."""
+    """The rule as a row of the table; raises RuleError if it does not match the operator's schema."""
     if not isinstance(rule, str):
         raise RuleError(f"the rule {rule!r} is not text", op=target, fix='a pattern: "... k, n k -> ... n"')
     schema, pattern = overload(target)._schema, parse(rule)
@@ -171,7 +171,7 @@ def _row(target: str, rule: str, linear: str, averages: bool, when: Mapping[str,
         random=torch.Tag.nondeterministic_seeded in overload(target).tags,
         when={name: _static(value) for name, value in (when or {}).items()},
     )
-    known = RULES.get(target, made)  # what is known of the operator beside how it splits stays known
+    known = RULES.get(target, made)  # other facts about the operator, beside how it splits, are kept
     return dataclasses.replace(
         known, text=made.text, shapes=None, linear=made.linear, local=None, averages=made.averages, random=made.random,
         when=made.when, distributed=(),
@@ -187,7 +187,7 @@ def _static(value: object) -> Argument:
 
 
 def _telling(example: Example) -> None:
-    """Raise RuleError for an example whose numbers are all alike: on these, wrong rules hold too."""
+    """Raise RuleError for an example whose numbers are all equal: wrong rules would pass too."""
     floats = [tensor for tensor in example.tensors.values() if tensor.dtype.is_floating_point and tensor.numel() > 1]
     if floats and all(bool((tensor == tensor.flatten()[0]).all()) for tensor in floats):
         raise RuleError(

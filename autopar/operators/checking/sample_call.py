@@ -17,13 +17,13 @@ from autopar.ir.program import Argument, Op, Ref, Value, filled, overload, quali
 
 Arguments = Sequence[object] | Mapping[str, object]  # in the order of the schema, or by name
 STATIC = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-UNDERIVED = "autograd kernel was not registered"  # what torch warns of, when the backward of such an operator runs
+UNDERIVED = "autograd kernel was not registered"  # torch's warning when the backward of such an operator runs
 
 
 def target_of(op: object, arguments: Arguments = ()) -> str:
     """The target of an operator: an overload, a packet, what `torch.library.custom_op` returns, or "mylib::op.overload".
 
-    Of several overloads it is the one that takes the arguments, else the default one. Raises RuleError if there is none.
+    With several overloads, the one that accepts the arguments, else the default one. Raises RuleError if there is none.
     """
     op = getattr(op, "_opoverload", op)
     if isinstance(op, str):
@@ -73,7 +73,7 @@ def _overload_of(packet: torch._ops.OpOverloadPacket, arguments: Arguments) -> s
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Example:
-    """One call: the op, its operands by name, and the tensors that they stand for, in the order of `op.operands`."""
+    """One call: the op, its operands by name, and their tensors, in the order of `op.operands`."""
 
     op: Op
     values: Mapping[str, Value]
@@ -82,10 +82,10 @@ class Example:
 
     @staticmethod
     def of(op: object, arguments: Arguments) -> Example:
-        """The call of an operator with these arguments; raises RuleError where it does not run on them.
+        """The call of an operator with these arguments; raises RuleError if it does not run on them.
 
-        Gradients are asked of the tensors that require them; if none does, of all that can have one, as far as the operator
-        can be differentiated at all.
+        Gradients are computed for the tensors that require them; if none does, for all that can have one, provided that the
+        operator is differentiable.
         """
         target = target_of(op, arguments)
         tensors: dict[str, torch.Tensor] = {}
@@ -123,7 +123,7 @@ class Example:
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are asked of any operand."""
+        """Whether any operand requires a gradient."""
         return any(value.requires_grad for value in self.values.values())
 
 
@@ -134,11 +134,11 @@ def _called(
     tensors: Mapping[str, torch.Tensor],
     grads: frozenset[str],
 ) -> Example:
-    """Run an operator, its operands given by name; raises RuleError where it does not run."""
+    """Run an operator on operands given by name; raises RuleError if it does not run."""
     try:
         with torch.no_grad():
             results = tuple(_run(target, args, kwargs, tensors))
-    except Exception as error:  # an operator of the user's may raise anything
+    except Exception as error:  # a user's operator may raise anything
         said = str(error).strip().splitlines()
         raise RuleError(
             f"{qualified(target)} does not run on these arguments",

@@ -1,6 +1,6 @@
 """Checks a second law of rules, with unequal parts: one third of a factor and the rest, joined, give the whole.
 
-What holds for halves by accident, a mean in place of a sum, say, does not hold for these.
+A wrong rule that holds for halves by accident (a mean in place of a sum, say) fails here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from autopar.operators.checking.execution_check import agree
 from autopar.operators.checking.sample_call import Example
 from autopar.operators.rule import Dims, OpSharding
 
-SHARES = (0.7, 0.3)  # of an operand that is added once
+SHARES = (0.7, 0.3)  # how an operand that is added once is divided between the parts
 
 
 def joins_unevenly(example: Example, fitted: OpSharding, *, averages: bool) -> bool:
-    """Whether every factor that may be split can be split so; one that stands left in its dims only."""
+    """Whether every splittable factor that is outermost in all its dims can be split into unequal parts."""
     return all(
         _joins(example, fitted, number, averages)
         for number, factor in enumerate(fitted.factors)
@@ -65,7 +65,7 @@ def _part(tensor: torch.Tensor, dims: Dims, factor: int, size: int, start: int, 
 
 
 def _whole(pair: Sequence[torch.Tensor], dims: Dims, factor: int, weights: Sequence[float]) -> torch.Tensor:
-    """The parts joined along the factor, or added; the first one alone where they cannot be."""
+    """The parts joined along the factor, or added; the first part alone if neither is possible."""
     place = _place(dims, factor)
     one, two = pair
     if place is None:

@@ -12,7 +12,7 @@ from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm,
 
 
 def attention(call: Call) -> OpSharding:
-    """Queries split unless they are causal; keys and values stay whole. Grouped heads are `(h g)`, of which keys have h."""
+    """Queries may be split unless attention is causal; keys and values stay whole. Grouped heads are `(h g)`; keys have h."""
     q = "q!" if call.arguments["is_causal"] else "q"
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     if not call.arguments["enable_gqa"] or query[-3] == key[-3] == value[-3]:
@@ -23,43 +23,43 @@ def attention(call: Call) -> OpSharding:
 
 
 def fused(call: Call) -> bool:
-    """Whether attention has the form that fused kernels know: batch, heads, sequence, width."""
+    """Whether attention has the form that fused kernels support: batch, heads, sequence, width."""
     query, value = call.shape("query"), call.shape("value")
     return len(query) == 4 and query[-1] == value[-1]
 
 
 def looking_back(call: Call) -> bool:
-    """Whether such attention is causal."""
+    """Whether attention of that form is causal."""
     return fused(call) and bool(call.arguments["is_causal"]) and call.shape("query")[-2] == call.shape("key")[-2]
 
 
 def looking_around(call: Call) -> bool:
-    """Whether in such attention every query sees every key, but for what a mask hides that needs no gradient."""
+    """Whether in attention of that form every query sees every key, except those hidden by a mask that needs no gradient."""
     learnt = any(call.operands[p].requires_grad for p in call.positions("attn_mask"))
     return fused(call) and not call.arguments["is_causal"] and not learnt
 
 
 def keys_and_values(call: Call, local: Local) -> int:
-    """The chunk of both that a rank holds."""
+    """Elements of the chunk of keys and values that a rank holds."""
     _, key, value, *_ = local.operands
     return math.prod(key) + math.prod(value)
 
 
 def others(call: Call, local: Local, ranks: int) -> int:
-    """All ranks but this one."""
+    """The number of other ranks."""
     return ranks - 1
 
 
-# More ranks than heads of keys and values: each takes a part of the queries that read one of them.
+# For more ranks than heads of keys and values: each rank takes a part of the queries that read one such head.
 GROUPED = ParallelForm(name="grouped_query_attention", factors=("h", "g"), nested=True)
 QUERIES = ParallelForm(name="query_parallel_attention", factors=("q",), able=looking_back, work=lambda _, ranks: 2 - 1 / ranks)
-RINGS = [  # the last rank sees all chunks, its own by half
+RINGS = [  # causal: the last rank sees all chunks, half of its own
     ParallelForm(
         name="ring_attention", factors=("q", "k"), able=able, work=work,
         forward=(InternalCollective("all_to_all", keys_and_values, others, wide=False),),
         backward=(
             InternalCollective("all_to_all", keys_and_values, others, wide=False),
-            InternalCollective("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # their gradients come home
+            InternalCollective("all_to_all", keys_and_values, lambda call, local, ranks: ranks),  # return of the gradients
         ),
     )
     for able, work in ((looking_back, lambda _, ranks: 2 * ranks - 1), (looking_around, lambda _, ranks: ranks))
@@ -67,7 +67,7 @@ RINGS = [  # the last rank sees all chunks, its own by half
 
 
 def mask(call: Call, heads: str, q: str) -> str:
-    """The dims of an attention mask, which may lack leading ones; it knows all keys, also of queries that get them in turn."""
+    """The dims of an attention mask, which may lack leading ones; it has all keys, even if queries receive them in turn."""
     rank = call.rank("attn_mask")
     return {2: f"{q} m!", 3: f"{heads} {q} m!"}.get(rank, f"... {heads} {q} m!")
 

@@ -15,7 +15,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def convolution(call: Call) -> OpSharding:
-    """`b o _ _, b i! _ _, o i! _ _ -> b i! _ _, o i! _ _, o`; of several groups the groups split instead of the channels."""
+    """`b o _ _, b i! _ _, o i! _ _ -> b i! _ _, o i! _ _, o`; with several groups, the groups split instead of the channels."""
     space = " ".join("_" for _ in range(call.rank("weight") - 2))
     count = call.number("groups", 1)
     inside, outside = ("(g i!)", "(g o!)") if count > 1 else ("i!", "o")
@@ -42,19 +42,19 @@ def batch_norm(call: Call) -> OpSharding:
     """In training only channels split; in evaluation all dims do."""
     whole = "!" if call.arguments["train"] else ""
     plane, channels = f"b{whole} c ...{whole}", call.shape("input")[1:2]
-    held = "".join(f", {'c' if value.shape == channels else '_'}" for value in call.operands[2:])  # no statistics are empty
+    held = "".join(f", {'c' if value.shape == channels else '_'}" for value in call.operands[2:])  # absent ones are empty
     return call.fit(f"{plane}, {plane}{held} -> {plane}, c, c")
 
 
 def loss(call: Call) -> OpSharding:
-    """Element by element; the gradient of a mean is divided by the count of the whole, so that all dims stay whole."""
+    """Element by element; the gradient of a mean is divided by the global count, so all dims stay whole."""
     whole = "" if call.number("reduction") in (0, SUM) else "!"
     terms = ", ".join(f"...{whole}" for _ in call.operands[1:])
     return call.fit(f"{'()' if not call.rank('grad_output') else f'...{whole}'}, {terms} -> ...{whole}")
 
 
 def convolution_gradients(call: Call, local: Local) -> list[Product]:
-    """A product of the size of the convolution for each of the gradients of input and weight that is asked for."""
+    """One product of the convolution's size for each requested gradient, of the input and of the weight."""
     result, given, weight = local.operands[:3]
     forward = Product(
         sizes=unfolded(given, weight, result, bool(call.arguments["transposed"])), left=frozenset({1}), right=frozenset({2})

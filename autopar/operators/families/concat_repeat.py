@@ -46,7 +46,7 @@ def repeat(call: Call) -> OpSharding:
 
 
 def repeats(call: Call, local: Local) -> dict[str, Argument]:
-    """How often one rank repeats."""
+    """The repeats on one rank."""
     name = "repeats" if "repeats" in call.arguments else "dims"
     given = call.numbers(name)
     lead = len(local.results[0]) - len(given)
@@ -54,7 +54,7 @@ def repeats(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def repeat_interleave(call: Call) -> OpSharding:
-    """A repeated dim is `(d r)`: the repeats r are the inner factor; all stays whole if elements are repeated without a dim."""
+    """A repeated dim is `(d r)`: the repeats r are the inner factor. Without a dim elements repeat, and all stays whole."""
     words, sizes = dims(call.rank("self")), {"r": call.number("repeats")}
     if not isinstance(call.arguments["dim"], int):  # over all elements
         return call.fit(f"{term('_' for _ in words)} -> _")
@@ -64,7 +64,7 @@ def repeat_interleave(call: Call) -> OpSharding:
 
 
 def interleaves(call: Call, local: Local) -> dict[str, Argument]:
-    """How often one rank repeats each row; the size of its output, if given, is dropped."""
+    """The repeats of each row on one rank; the output size, if given, is dropped."""
     return {"repeats": call.number("repeats") // local.split("r"), "output_size": None}
 
 

@@ -14,13 +14,13 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def strided(call: Call) -> OpSharding | None:
-    """Any part of memory that is not written yet; only strides of elements in their order have a rule."""
+    """Uninitialised memory, of which any part will do; only contiguous strides have a rule."""
     in_order = torch.empty(call.result, device="meta").stride()
     return call.fit("-> ...", random=True) if call.numbers("stride") == in_order else None
 
 
 def strides(call: Call, local: Local) -> dict[str, Argument]:
-    """The size and the strides of the part of one rank."""
+    """The size and the strides of one rank's part."""
     return {"size": tuple(local.results[0]), "stride": torch.empty(local.results[0], device="meta").stride()}
 
 
@@ -55,7 +55,7 @@ TABLE: dict[str, Rule] = {
     "aten.randint.low": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW_INTEGERS),
     "aten.normal.float_float": op("-> ...", local=result_size("size"), random=True, kind=OpKind.DRAW),
     "aten.randperm.default": op("-> _", random=True, kind=OpKind.DRAW_INTEGERS),
-    # memory that is not written yet is as good as drawn at random
+    # uninitialised memory is as good as random numbers
     "aten.empty.memory_format": op("-> ...", local=result_size("size"), random=True),
     "aten.empty_strided.default": op(strided, local=strides),
     "aten.empty_like.default": op("... -> ...", random=True, own_order=own_order.empty_like),

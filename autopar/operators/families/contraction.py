@@ -18,7 +18,7 @@ from autopar.operators.rule import InternalCollective, OpSharding, ParallelForm,
 
 
 def einsum(call: Call) -> OpSharding:
-    """The equation is the pattern; a letter that stands twice in one tensor takes a diagonal, and stays whole."""
+    """The equation is the pattern; a letter that occurs twice in one tensor takes a diagonal, and stays whole."""
     equation = str(call.arguments["equation"]).replace(" ", "").replace("...", "*")
     sources, _, result = equation.partition("->")
     letters = [c for c in string.ascii_uppercase + string.ascii_lowercase if sources.count(c) == 1]
@@ -99,12 +99,12 @@ def three(call: Call, shape: tuple[int, ...]) -> int:
 
 
 def crossed_dim(call: Call, local: Local) -> dict[str, Argument]:
-    """The dim by number: another may be of size 3 on one rank."""
+    """The dim by number, since on one rank another dim may have size 3."""
     return {"dim": three(call, call.result)}
 
 
 def embedding(call: Call) -> OpSharding:
-    """`v! h, ... -> ... h`; the rows looked up stay on one device when gradients are scaled by frequency, or sparse."""
+    """`v! h, ... -> ... h`; indices stay whole if gradients are scaled by frequency, or are sparse."""
     return call.fit("v! h, ... -> ... h" if plain_rows(call) else "v! h, ...! -> ...! h")
 
 
@@ -116,19 +116,19 @@ def plain_rows(call: Call) -> bool:
 VOCABULARY = ParallelForm(name="vocab_parallel_embedding", factors=("v",), able=plain_rows)
 
 
-# The standard deviation of the rows that an expert gets in a batch, as a share of their mean. Where a loss balances routers,
-# the fullest of 64 experts has 1.52 and 1.72 times the mean (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for
-# Mixture-of-Experts, 2024, table 2), as normal numbers have with a deviation of 0.22 and 0.31. In the first steps, or without
-# such a loss, experts differ more (benchmarks/results/expert_loads.txt); with biases that follow the loads, much less.
+# The standard deviation of an expert's rows in a batch, relative to their mean. With a load balancing loss the fullest of 64
+# experts has 1.52 and 1.72 times the mean (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts,
+# 2024, table 2), which matches normal numbers with a deviation of 0.22 and 0.31. In the first steps, or without such a loss,
+# experts differ more (benchmarks/results/expert_loads.txt); with biases that follow the loads, much less.
 LOAD_SPREAD = 0.25
 
 
 def fullest(experts: int, ranks: int, spread: float = LOAD_SPREAD) -> float:
-    """The expected rows of the fullest of some ranks, as a multiple of the mean, where each has as many of the experts.
+    """The expected number of rows of the fullest rank, as a multiple of the mean, if experts are spread evenly over ranks.
 
-    Rows of experts are taken as normal and independent, with a deviation of `spread` times their mean: that of a rank is
-    smaller by the root of its number of experts. The largest of n normal numbers is expected at the quantile
-    (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
+    The rows of experts are assumed normal and independent, with a deviation of `spread` times their mean. The relative
+    deviation of a rank is smaller by the root of its number of experts. The largest of n normal numbers is expected at the
+    quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
     """
     largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     return 1 + largest * spread * math.sqrt(ranks / experts)
@@ -138,9 +138,9 @@ def misplaced(rows: int, experts: int) -> int:
     """The expected number of a rank's rows whose expert is on another rank.
 
     Rows are sorted by expert and split evenly, experts likewise. The row at which the experts of one rank end deviates from the
-    even split: were experts chosen at random, with the variance n p (1 - p) of n = rows and p the share of experts up to there;
-    as experts differ by `LOAD_SPREAD`, with (LOAD_SPREAD n)^2 p (1 - p) / experts more. The mean absolute deviation is sqrt(2 /
-    pi) of the root, of which half falls into a rank's own rows, at each of their two ends; p = 1/2 is the worst case.
+    even split. If rows chose experts at random, its variance would be n p (1 - p), with n = rows and p the share of experts up
+    to there; since experts differ by `LOAD_SPREAD`, (LOAD_SPREAD n)^2 p (1 - p) / experts is added. The mean absolute deviation
+    is sqrt(2 / pi) of the root. Half of it falls into a rank's own rows, at each of their two ends; p = 1/2 is the worst case.
     """
     return math.ceil(math.sqrt(rows * (1 + LOAD_SPREAD**2 * rows / experts) / (2 * math.pi)))
 
@@ -158,9 +158,9 @@ def combined(call: Call, local: Local) -> int:
 
 
 def grouped(call: Call) -> OpSharding:
-    """One matrix for each group of rows, of columns, or of what is summed; without groups a product for each of a batch.
+    """One matrix for each group of rows, of columns, or of the summed dim; without groups, a batched product.
 
-    A row on one rank is a multiple of 16 bytes as it is on all.
+    The rows of local parts are multiples of 16 bytes, like those of the whole.
     """
     sizes = {f"{word}8": ALIGNED for word in "mkn"}
     m, k, n = (
@@ -178,13 +178,13 @@ def grouped(call: Call) -> OpSharding:
 
 
 def grouped_sizes(call: Call, local: Local) -> ProductSizes:
-    """Rows x columns of one product: each row, or column, is multiplied by one matrix only, as if all had the same."""
+    """Sizes of one product: each row, or column, is multiplied by one matrix only, so it counts as if they shared a matrix."""
     (*batch, m, k), (*batches, _, n) = local.operands[:2]
     return ProductSizes(math.prod(batch) if batch and batches else 1, m, n, k)
 
 
 def even_ends(call: Call) -> dict[str, tuple[int, ...]]:
-    """Ends of groups of equal length: of rows, of columns, or of what is summed."""
+    """Ends of groups of equal length: of rows, of columns, or of the summed dim."""
     if not call.positions("offs"):
         return {}
     first, second = (value.shape for value in call.operands[:2])
@@ -195,7 +195,7 @@ def even_ends(call: Call) -> dict[str, tuple[int, ...]]:
 
 
 def einsum_alias(call: Call) -> Alias:
-    """A view where one tensor is permuted, or its diagonal taken, and nothing summed."""
+    """A view if one tensor is permuted, or its diagonal taken, and nothing is summed."""
     before, arrow, after = str(call.arguments["equation"]).partition("->")
     kept = after if arrow else [letter for letter in before if letter == "." or before.count(letter) == 1]
     return Alias.ALWAYS if len(call.operands) == 1 and set(before) <= {*kept, " "} else Alias.NEVER
@@ -203,8 +203,8 @@ def einsum_alias(call: Call) -> Alias:
 
 LINEAR = says("linear", k="in-features", n="out-features")
 MATRIX_PRODUCT = says("matrix product", k="inner dim")
-# Rows are dispatched to the rank of their expert, and the results are combined where the rows came from. The backward sends the
-# gradients of results to the experts and those of rows back, and dispatches the rows once more for the gradients of weights.
+# Rows are dispatched to the rank of their expert, and results return to where the rows came from. The backward sends gradients
+# of results to the experts and gradients of rows back, and dispatches the rows again for the gradients of weights.
 DISPATCH = InternalCollective("all_to_all", dispatched, wide=False)
 COMBINE = InternalCollective("all_to_all", combined, wide=False)
 EXPERTS = ParallelForm(
@@ -215,7 +215,7 @@ EXPERTS = ParallelForm(
     forward=(DISPATCH, COMBINE),
     backward=(DISPATCH, COMBINE, DISPATCH),
 )
-# One matrix for each group of rows; the third operand says where groups end.
+# One matrix for each group of rows; the third operand has the ends of the groups.
 GROUPED_ROWS = op(
     "t! k, e! k n, e! -> t! n",
     linear="input, weight",
@@ -287,7 +287,7 @@ TABLE: dict[str, Rule] = {
         flops=contraction,
         autocast=Autocast.WIDEST,
     ),
-    # a product, and a tensor added that may lack dims
+    # a product plus a tensor, which may lack dims
     "aten.addr.default": op("+[m] [n], m, n -> m n", linear="self vec1, self vec2", autocast=Autocast.LOWER),
     "aten.addmm.default": op(
         "+[m] [n], m k, k n -> m n",

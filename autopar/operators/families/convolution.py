@@ -13,7 +13,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def convolution(call: Call) -> OpSharding:
-    """`b i _ _, o i _ _, +o -> b o _ _`; of several groups the groups split instead of the channels."""
+    """`b i _ _, o i _ _, +o -> b o _ _`; with several groups, the groups split instead of the channels."""
     space = " ".join("_" for _ in range(call.rank("weight") - 2))
     batch = "b " if call.rank("input") == call.rank("weight") else ""
     groups = call.number("groups", 1)
@@ -32,15 +32,16 @@ def convolution_groups(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def window(call: Call, local: Local) -> ProductSizes:
-    """The product that a convolution is."""
+    """The convolution as a matrix product."""
     given, weight, made = local.operands[0], local.operands[1], local.results[0]
     return unfolded(given, weight, made, transposed(call))
 
 
 def unfolded(given: Shape, weight: Shape, made: Shape, transposed: bool) -> ProductSizes:
-    """Places x out-channels, summed over the window's in-channels; transposed, places x window's out-channels over in-channels.
+    """Positions x out-channels, summed over the window's in-channels.
 
-    The weight is (out, in / groups, window...), or (in, out / groups, window...). A group is a product of its own.
+    Transposed, positions x the window's out-channels, summed over in-channels. The weight is (out, in / groups, window...), or
+    (in, out / groups, window...) if transposed. Each group is a product of its own.
     """
     here, there = (given, made) if transposed else (made, given)  # the side of weight[0], the side of weight[1]
     channels = 1 - len(weight)
@@ -50,7 +51,7 @@ def unfolded(given: Shape, weight: Shape, made: Shape, transposed: bool) -> Prod
 
 
 def transposed(call: Call) -> bool:
-    """Whether a convolution spreads its input instead of gathering it."""
+    """Whether a convolution is transposed."""
     return "transpose" in call.op.target or bool(call.arguments.get("transposed"))
 
 

@@ -26,17 +26,17 @@ def index(call: Call) -> OpSharding | None:
 
 
 def one_row_each(call: Call) -> bool:
-    """Whether one index, of one dim, picks from the first."""
+    """Whether a single one-dimensional index picks along the first dim."""
     indices = call.arguments["indices"]
     return isinstance(indices, tuple) and len(indices) == 1 and call.rank("indices") == 1 and not masked(call)
 
 
 def rows_picked(call: Call, local: Local) -> int:
-    """What a rank picks: every row of the source as often as any other, it is assumed, so that as much comes as goes."""
+    """Elements that a rank picks; if all rows of the source are equally frequent, it sends as much as it receives."""
     return math.prod(local.results[0])
 
 
-# The index stays whole: every rank knows who needs its rows, and sends them.
+# The index stays whole, so every rank knows which ranks need its rows, and sends them.
 FETCHED = ParallelForm(
     name="all_to_all_rows",
     factors=("v", "...0"),
@@ -48,7 +48,7 @@ FETCHED = ParallelForm(
 
 
 def index_put(call: Call) -> OpSharding | None:
-    """Indexed dims stay whole; what is accumulated there may be split over the indices. A mask chooses element by element."""
+    """Indexed dims stay whole; accumulated values may be split over the indices. A mask chooses element by element."""
     if masked(call):
         return masked_put(call)
     rank = max(len(call.operands[p].shape) for p in call.positions("indices"))
@@ -64,7 +64,7 @@ def masked(call: Call) -> bool:
 
 
 def indexed(call: Call, places: list[str]) -> tuple[list[str], list[str], str]:
-    """The words of the tensor, of what is picked from it, and of the indices; `places` are those of the indices' dims."""
+    """The words of the tensor, of the elements picked from it, and of the indices; `places` are those of the indices' dims."""
     indices = call.arguments["indices"]
     assert isinstance(indices, tuple)
     taken = [d for d, part in enumerate(indices) if isinstance(part, Ref)]
@@ -76,7 +76,7 @@ def indexed(call: Call, places: list[str]) -> tuple[list[str], list[str], str]:
 
 
 def masked_put(call: Call) -> OpSharding | None:
-    """One mask over neighbouring dims, and values that do not depend on how many places it has."""
+    """One mask over adjacent dims, and values that do not depend on how many elements it selects."""
     indices = call.arguments["indices"]
     assert isinstance(indices, tuple)
     first = next(d for d, part in enumerate(indices) if isinstance(part, Ref))
@@ -98,7 +98,7 @@ def gather(call: Call) -> OpSharding | None:
     together = [d for d in range(len(shape)) if d != dim and shape[d] == picked[d]]
     source = term(f"d{d}" if d in together else "_" for d in range(len(shape)))
     free = [f"d{d}" if d in together or d == dim else "_" for d in range(len(shape))]
-    # an index shorter than its source there is taken from the front: both stay whole
+    # a dim where the index is shorter than its source is read from the front: both stay whole
     return call.fit(f"{source}, {term(free)} -> {term(free)}")
 
 
@@ -108,13 +108,13 @@ def scatter(call: Call) -> OpSharding:
 
 
 def scatter_add(call: Call) -> OpSharding:
-    """The dim stays whole in what is added to, may be split in what is added; other dims go together where all are equal."""
+    """The dim stays whole in the tensor added to, may be split in the values; other dims go together where all are equal."""
     index, source, dim = call.shape("index"), call.shape("src"), call.number("dim")
     return scattered(call, "n" if index and index[dim] == source[dim] else "_")
 
 
 def scatter_reduce(call: Call) -> OpSharding:
-    """A sum with what is there may be split in what is added, all else stays whole along the dim; sums and means are linear."""
+    """A sum that includes self may be split in the values, all else stays whole along the dim; sums and means are linear."""
     sums = call.arguments["reduce"] == "sum" and call.arguments["include_self"]
     fitted = scatter_add(call) if sums else scatter(call)
     linear = [("self", "src")] if call.arguments["reduce"] in ("sum", "mean") else []
@@ -122,7 +122,7 @@ def scatter_reduce(call: Call) -> OpSharding:
 
 
 def scattered(call: Call, along: str) -> OpSharding:
-    """What is written lies along the dim as the factor `along`; where it may be split the tensor below it is added once."""
+    """The written values have the factor `along` in the dim; if it may be split, the tensor written to is added once."""
     shapes = [value.shape for value in call.operands]
     rank = len(shapes[0])
     dim = call.number("dim") % max(rank, 1)
@@ -133,7 +133,7 @@ def scattered(call: Call, along: str) -> OpSharding:
 
 
 def embedding_backward(call: Call) -> OpSharding:
-    """`... h, ... -> _ h`; all stays together if gradients are scaled by frequency."""
+    """`... h, ... -> _ h`; indices stay whole if gradients are scaled by frequency."""
     mark = "!" if call.arguments["scale_grad_by_freq"] else ""
     return call.fit(f"...{mark} h, ...{mark} -> _ h")
 
@@ -173,7 +173,7 @@ TABLE: dict[str, Rule] = {
     "aten.scatter.value_reduce": op(scatter),
     "aten.scatter_add.default": op(scatter_add, linear="self src", autocast=Autocast.WIDEST),
     "aten.scatter_reduce.two": op(scatter_reduce),
-    # by a mask: elements are taken in their order, so that all stays whole
+    # by a mask: elements are taken in order, so all dims stay whole
     "aten.masked_scatter.default": op("...!, ...!, _... -> ...!", linear="self source"),
     # into a slice, a row or a diagonal
     "aten.slice_scatter.default": op(

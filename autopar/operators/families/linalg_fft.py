@@ -11,7 +11,7 @@ from autopar.operators.rule import OpSharding, Rule, op
 
 
 def solve(call: Call) -> OpSharding:
-    """`... _ _, ... _ k -> ... _ k`: right-hand sides split; a single one lacks k."""
+    """`... _ _, ... _ k -> ... _ k`: right-hand sides may be split; a single one lacks k."""
     matrix, given = (value.shape for value in call.operands)
     if len(given) == 1 or (len(given) == len(matrix) - 1 and given == matrix[:-1]):
         return call.fit("... _ _, ... _ -> ... _")

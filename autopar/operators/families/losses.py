@@ -14,12 +14,12 @@ MEAN, SUM = 1, 2  # the reductions of ATen's losses; 0 is none
 
 
 def is_mean(call: Call) -> bool:
-    """Whether a loss is a mean over a count that the shapes tell."""
+    """Whether a loss is a mean, over a count given by the shapes."""
     return call.number("reduction") == MEAN
 
 
 def classified(call: Call) -> OpSharding:
-    """`n c! ..., n ..., c! -> [...]`: classes stay whole; for a mean over the targets that are not ignored, all dims do."""
+    """`n c! ..., n ..., c! -> [...]`: classes stay whole; for a mean over targets that are not ignored, all dims do."""
     rank, reduction = call.rank("self"), call.number("reduction")
     batch, space = ("n", dims(rank - 2)) if rank > 1 else ("", [])
     soft = call.rank("target") == rank and call.operands[call.positions("target")[0]].dtype.is_floating_point
@@ -33,33 +33,33 @@ def classified(call: Call) -> OpSharding:
 def aligned(call: Call) -> OpSharding | None:
     """`_ n _, n _, n, n -> [n]`: sequences stay whole, the batch splits."""
     if (call.rank("log_probs"), call.rank("targets"), call.rank("target_lengths")) != (3, 2, 1):
-        return None  # targets one after the other are found by the lengths of those before them
+        return None  # concatenated targets are found by the lengths of those before them
     return call.fit(f"_ n _, n _, n, n -> {'n' if call.number('reduction') == 0 else '()'}")
 
 
 def chosen(call: Call) -> bool:
-    """Whether a loss is a sum over targets that are classes, or one number for each (`passes.means` makes sums of means)."""
+    """Whether targets are class indices and the loss is a sum or unreduced (`passes.means` turns means into sums)."""
     return call.number("reduction") != MEAN and not call.operands[call.positions("target")[0]].dtype.is_floating_point
 
 
 def alone(call: Call) -> bool:
-    """Whether the shares of the classes add up to one for every target: it is a class, and all weigh the same."""
+    """Whether the weights of the classes add up to one for every target: it is a class index, and classes are not weighted."""
     return chosen(call) and not call.positions("weight")
 
 
 def shared(call: Call) -> bool:
-    """Whether targets are weighed, or probabilities, in sums or one by one; weights get no gradient."""
+    """Whether the loss is a sum or unreduced, with class weights or probabilities as targets; weights get no gradient."""
     constant = not any(call.operands[p].requires_grad for p in call.positions("weight"))
     return call.number("reduction") != MEAN and not alone(call) and constant
 
 
 def targets(call: Call, local: Local) -> int:
-    """A number for each target."""
+    """One number per target."""
     scores = local.operands[0]
     return math.prod(scores) // scores[min(1, len(scores) - 1)]
 
 
-# The largest score of all ranks; then the sum of exponentials, the scores of what is wanted, and how much that is if not one.
+# The largest score over all ranks; then the sum of exponentials, the scores of the targets, and the targets' weight if not one.
 CLASSES = [
     ParallelForm(
         name="vocab_parallel_cross_entropy", factors=("c",), operands="I", results="I", able=able, in_place=able is alone,
@@ -71,7 +71,7 @@ CLASSES = [
 ]  # fmt: skip
 CHOSEN = ParallelForm(
     name="vocab_parallel_nll_loss", factors=("c",), able=chosen
-)  # a rank adds nothing for targets that lie elsewhere
+)  # a rank adds nothing for targets on other ranks
 
 LOSS, SCORED = says("loss"), says("loss", c="classes")
 
@@ -90,7 +90,7 @@ TABLE: dict[str, Rule] = {
     "aten.binary_cross_entropy_with_logits.default": op(
         "..., ..., ..., ... -> [...]", averages=is_mean, mean=Mean.ELEMENTS, autocast=Autocast.FP32
     ),
-    # row by row: c is compared as a whole
+    # row by row: c stays whole
     "aten.cosine_embedding_loss.default": op("... c!, ... c!, ... -> [...]", averages=is_mean, autocast=Autocast.FP32),
     "aten.triplet_margin_loss.default": op("... c!, ... c!, ... c! -> [...]", averages=is_mean, autocast=Autocast.FP32),
     "aten.multi_margin_loss.default": op("... c!, ..., c! -> [...]", linear="weight", averages=is_mean, autocast=Autocast.FP32),

@@ -16,26 +16,26 @@ Elements = Callable[[Call, Local], int]
 
 
 def normalised_here(call: Call, local: Local) -> dict[str, Argument]:
-    """The sizes of what one rank normalises."""
+    """The normalised sizes on one rank."""
     return {"normalized_shape": tuple(local.operands[0][-len(call.numbers("normalized_shape")) :])}
 
 
 def vectors(call: Call, local: Local) -> int:
-    """A number for each vector that is normalised."""
+    """One number per normalised vector."""
     return math.prod(local.operands[0][: -len(call.numbers("normalized_shape"))])
 
 
 def both(call: Call, local: Local) -> int:
-    """Two of them."""
+    """Two numbers per normalised vector."""
     return 2 * vectors(call, local)
 
 
 def of_all(factor: str, own: Elements) -> Elements:
-    """What all ranks give that split a factor."""
+    """The elements from all ranks that split a factor."""
     return lambda call, local: local.split(factor) * own(call, local)
 
 
-# Mean and variance of every chunk, put together; in the backward the gradient's sum, plain and times the normalised value.
+# Mean and variance of every chunk, combined; in the backward, sums of the gradient and of gradient times normalised value.
 LAYER_NORM = ParallelForm(
     name="layer_norm", factors=("n0",),
     forward=(InternalCollective("all_gather", of_all("n0", both)),), backward=(InternalCollective("all_reduce", both),),
@@ -62,19 +62,19 @@ def planes(call: Call, mark: str) -> str:
 
 
 def in_one(call: Call) -> bool:
-    """Whether all channels are one group: only then a chunk of them is a part of every group."""
+    """Whether all channels form one group: only then is a chunk of channels a part of every group."""
     return call.number("num_groups") == 1
 
 
 def moments(call: Call, local: Local) -> int:
-    """A mean and a variance for each group of each row; the same of the gradient."""
+    """A mean and a variance per group of each row; as many for the gradient."""
     rows, held = local.operands[0][:2]
     groups = call.number("num_groups")
-    return 2 * rows * (groups // local.split("g") if groups else held)  # every channel is a group of instance norm
+    return 2 * rows * (groups // local.split("g") if groups else held)  # in instance norm every channel is a group
 
 
 def instances(call: Call) -> bool:
-    """Whether an instance norm takes its statistics from what it is given, and keeps none."""
+    """Whether an instance norm takes its statistics from the input, and keeps no running ones."""
     return bool(call.arguments["use_input_stats"]) and not call.positions("running_mean")
 
 
@@ -95,7 +95,7 @@ def groups(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def native_groups(call: Call, local: Local) -> dict[str, Argument]:
-    """The rows, channels and groups that one rank holds; the first result has the shape of the input."""
+    """The rows, channels and groups on one rank; the first result has the shape of the input."""
     rows, channels = local.results[0][:2]
     return {"N": rows, "C": channels, "group": call.number("group") // local.split("g")}
 
@@ -116,11 +116,11 @@ def trains(call: Call) -> bool:
 
 
 def channels(call: Call, local: Local) -> int:
-    """A mean and a variance for each channel; the same of the gradient."""
+    """A mean and a variance per channel; as many for the gradient."""
     return 2 * local.operands[0][1]
 
 
-# The statistics are those of the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
+# Statistics are over the whole batch, and so are the gradients of weight and bias, which the backward needs anyway.
 BATCH_NORM, BATCH_NORM_PLANES = (
     ParallelForm(
         name=name,
@@ -141,17 +141,17 @@ def instance_norm(call: Call) -> OpSharding:
 
 
 def rows(call: Call, local: Local) -> int:
-    """A number for each distribution."""
+    """One number per distribution."""
     shape = local.operands[0]
     return math.prod(shape) // shape[call.number("dim")]
 
 
 def same_dtype(call: Call) -> bool:
-    """Whether a distribution has the dtype of what it is made of, or one that is named."""
+    """Whether the result has the input's dtype or a given one, and not that of `half_to_float`."""
     return call.arguments.get("half_to_float") is not True
 
 
-# The largest number of all ranks, then the sum of exponentials; the backward subtracts a sum, too.
+# The maximum over all ranks, then the sum of exponentials; the backward subtracts a sum as well.
 SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
     ParallelForm(
         name=name,
@@ -165,14 +165,14 @@ SOFTMAX, LOG_SOFTMAX, SAFE_SOFTMAX = (
 
 
 def weight_norm(call: Call) -> OpSharding:
-    """Each slice along the dim has its own norm: the other dims stay whole."""
-    words = sliced(call.rank("v"), call.number("dim"))  # -1 names none
+    """Each slice along the dim has its own norm, so the other dims stay whole."""
+    words = sliced(call.rank("v"), call.number("dim"))  # -1: no dim
     held = words if call.rank("g") else "()"
     return call.fit(f"{words}, {held} -> {', '.join([words, held][: len(call.op.results)])}")
 
 
 def sliced(rank: int, kept: int) -> str:
-    """The words of a tensor whose dims stay whole but for one."""
+    """The words of a tensor of which all dims but one stay whole."""
     return term(f"d{d}{'' if d == kept else '!'}" for d in range(rank))
 
 

@@ -10,21 +10,21 @@ from autopar.operators.rule import OpSharding, Rule, arithmetic, op
 
 
 def prelu(call: Call) -> OpSharding:
-    """`b c ..., c -> b c ...`: a weight for each channel, or one for all."""
+    """`b c ..., c -> b c ...`: one weight per channel, or one for all."""
     if call.rank("weight") == 0 or call.shape("weight")[0] == 1:
         return call.fit("..., ... -> ...")
     return call.fit("b c ..., c -> b c ...")
 
 
 def searched(call: Call) -> OpSharding:
-    """`... _, ... n -> ... n`; one sorted row serves any values."""
+    """`... _, ... n -> ... n`; a single sorted row may serve all values."""
     row, values = ("_", "...") if call.rank("sorted_sequence") == 1 else ("... _", "... n")
     held = ", ".join([row, values, *(row for _ in call.positions("sorter"))])
     return call.fit(f"{held} -> {values}")
 
 
 TABLE: dict[str, Rule] = {
-    # sums are linear in both tensors at once, products in each of them
+    # sums are jointly linear in both tensors, products in each of them
     "aten.add.Tensor": arithmetic(
         "..., ... -> ...", linear="self other", hands_on="self other", padding=padding.added, index_fact=integers.plus
     ),
@@ -52,7 +52,7 @@ TABLE: dict[str, Rule] = {
     "aten.addcmul.default": op("..., ..., ... -> ...", linear="self tensor1, self tensor2", autocast=Autocast.WIDEST),
     "aten.addcdiv.default": op("..., ..., ... -> ...", linear="self tensor1", autocast=Autocast.WIDEST),
     "aten.copy.default": op("..., ... -> ...", linear="self src, src"),
-    "aten.copy_.default": op("..., ... -> ...", alias=Alias.ALWAYS),  # of a buffer, whose layout it then has
+    "aten.copy_.default": op("..., ... -> ...", alias=Alias.ALWAYS),  # of a buffer: the result has its layout
     "aten.fill.Tensor": op("..., ... -> ...", linear="value"),
     # arithmetic that is not linear
     "aten.div.Tensor_mode": op("..., ... -> ...", own_order=own_order.floor_divide),
@@ -126,7 +126,7 @@ TABLE: dict[str, Rule] = {
     "aten.masked_fill.Tensor": op(
         "..., ..., ... -> ...", linear="self value", mixed=Mixed.FILL, index_fact=predicates.masked_fill
     ),
-    # search: one of the two is known whole
+    # search: one of the two stays whole
     "aten.bucketize.Tensor": op("..., _ -> ..."),
     "aten.searchsorted.Tensor": op(searched),
     "aten.isin.Tensor_Tensor": op("..., _... -> ..."),

@@ -10,18 +10,18 @@ from autopar.operators.rule import Rule, arithmetic, op
 
 
 def unless_cast(call: Call) -> Alias:
-    """The operand itself, unless its dtype changes or a copy is asked for."""
+    """The operand itself, unless its dtype changes or a copy is requested."""
     same = call.operands[0].dtype == call.op.results[0].dtype
     return Alias.ALWAYS if same and not call.arguments.get("copy") else Alias.NEVER
 
 
 def unless_complex(call: Call) -> Alias:
-    """The operand itself, where it is real."""
+    """The operand itself, if it is real."""
     return Alias.NEVER if call.operands[0].dtype.is_complex else Alias.ALWAYS
 
 
 TABLE: dict[str, Rule] = {
-    # copies, casts and signs: linear, what goes through is the tensor itself
+    # copies, casts and signs: linear, the tensor itself passes through
     "aten.alias.default": op("... -> ...", linear="self", alias=Alias.ALWAYS, kind=OpKind.SAME, padding=padding.arranged),
     "aten.detach.default": op("... -> ...", linear="self", alias=Alias.ALWAYS, kind=OpKind.SAME),
     "aten.clone.default": op("... -> ...", linear="self", hands_on="self", kind=OpKind.SAME, padding=padding.arranged),
@@ -67,7 +67,7 @@ TABLE: dict[str, Rule] = {
     "aten.angle.default": op("... -> ..."),
     "aten.sgn.default": op("... -> ..."),
     "aten.isreal.default": op("... -> ..."),
-    # arithmetic with a number: a sum is linear in tensor and number together
+    # arithmetic with a number: a sum is jointly linear in tensor and number
     "aten.add.Scalar": arithmetic(
         "... -> ...", linear="self other", hands_on="self", padding=padding.added, index_fact=integers.plus
     ),

@@ -23,7 +23,7 @@ def shuffled_groups(call: Call, local: Local) -> dict[str, Argument]:
 
 
 def affine_size(call: Call, local: Local) -> dict[str, Argument]:
-    """The size for the rows that one rank holds."""
+    """The size for the rows on one rank."""
     return {"size": (local.results[0][0], *call.numbers("size")[1:])}
 
 

@@ -9,7 +9,7 @@ from autopar.operators.rule import Rule, op
 
 
 def if_idle(call: Call) -> Alias:
-    """The operand itself, where nothing is dropped."""
+    """The operand itself, if nothing is dropped."""
     return Alias.NEVER if call.arguments["train"] is not False and call.arguments["p"] != 0 else Alias.ALWAYS
 
 
@@ -32,7 +32,7 @@ TABLE: dict[str, Rule] = {
     ),
     "aten.feature_alpha_dropout.default": op("b c ...! -> b c ...!", alias=if_idle, random=True, training="train", rate="p"),
     "aten.rrelu.default": op("... -> ...", random=True, training="training"),
-    # an element of the result for each of the operand
+    # one element of the result per element of the operand
     "aten.bernoulli.default": op("... -> ...", random=True, kind=OpKind.DRAW),
     "aten.bernoulli.p": op("... -> ...", random=True, kind=OpKind.DRAW),
     "aten.poisson.default": op("... -> ...", random=True, kind=OpKind.DRAW_COUNTS),
@@ -52,7 +52,7 @@ TABLE: dict[str, Rule] = {
     "aten.randn_like.default": op("... -> ...", random=True, kind=OpKind.DRAW),
     "aten.randint_like.default": op("... -> ...", random=True, kind=OpKind.DRAW_INTEGERS),
     "aten.randint_like.low_dtype": op("... -> ...", random=True, kind=OpKind.DRAW_INTEGERS),
-    # two parameters for each element
+    # two parameters per element
     "aten.bernoulli.Tensor": op("..., ... -> ...", random=True, kind=OpKind.DRAW),
     "aten.binomial.default": op("..., ... -> ...", random=True, kind=OpKind.DRAW_COUNTS),
     "aten.normal.Tensor_Tensor": op("..., ... -> ...", random=True, kind=OpKind.DRAW),

@@ -23,12 +23,12 @@ def recurrent(call: Call) -> OpSharding:
 
 
 def projected(call: Call) -> bool:
-    """Whether the state is narrower than the memory, by one more matrix for each layer."""
+    """Whether each layer has a projection matrix that makes the state narrower than the memory cell."""
     return len(call.positions("params")) > ways(call) * (4 if call.arguments["has_biases"] else 2)
 
 
 def ways(call: Call) -> int:
-    """Each layer in each direction."""
+    """The number of layers times the number of directions."""
     return call.number("num_layers") * (2 if call.arguments["bidirectional"] else 1)
 
 
@@ -49,11 +49,11 @@ def states(call: Call, local: Local) -> int:
 
 
 def between(call: Call, local: Local, ranks: int) -> int:
-    """The layers that read what another one gives."""
+    """The number of layers that read the output of another."""
     return call.number("num_layers") - 1
 
 
-# All gates of the input at once, then those of the state at every step; the backward adds up the gradients of states.
+# The gates of the input all at once, then those of the state at every step; the backward adds up the gradients of states.
 GATES = {
     name: ParallelForm(
         name=f"gate_parallel_{name}",
@@ -76,7 +76,7 @@ GATES = {
 
 
 def gate_products(call: Call, local: Local) -> list[Product]:
-    """For each layer and direction the sequence and the states of all steps times their matrices; states need gradients."""
+    """Per layer and direction, the sequence and the states of all steps times their matrices; states need gradients."""
     matrices = [p for p in call.positions("params") if len(local.operands[p]) == 2]
     steps, everything = math.prod(local.operands[0][:2]), frozenset(range(len(local.operands)))
     first = first_layer(call, len(matrices))
@@ -91,13 +91,13 @@ def gate_products(call: Call, local: Local) -> list[Product]:
 
 
 def first_layer(call: Call, count: int) -> set[int]:
-    """Which of the matrices multiply the sequence itself."""
+    """The places of the matrices that multiply the input sequence."""
     each = count // ways(call)
     return {direction * each for direction in range(ways(call) // call.number("num_layers"))}
 
 
 def cell_products(call: Call, local: Local) -> list[Product]:
-    """The input and the state times their matrices."""
+    """The products of the input and of the state with their matrices."""
     weights = [call.positions(name)[0] for name in ("w_ih", "w_hh")]
     given = 0, 1
     rows_of = math.prod(local.operands[0][:-1])

@@ -11,31 +11,31 @@ from autopar.operators.rule import OpSharding, Rule, always, op
 
 
 def normed(call: Call) -> OpSharding:
-    """Dims that are reduced may be split in a sum of absolute values, the 1-norm, else they stay whole."""
+    """Reduced dims may be split for the 1-norm, a sum of absolute values; otherwise they stay whole."""
     mark = "" if 1 in (call.arguments.get("ord"), call.arguments.get("p")) else "!"
     return call.fit(f"... @dim{mark} ... -> ... ..." if "dim" in call.arguments else f"...{mark} -> ()")
 
 
 def distance(call: Call) -> OpSharding:
-    """Dims may be split in a sum of absolute values, the 1-norm, else they stay whole."""
+    """Dims may be split for the 1-norm, a sum of absolute values; otherwise they stay whole."""
     mark = "" if call.arguments["p"] == 1 else "!"
     return call.fit(f"...{mark}, ...{mark} -> ()")
 
 
 def histogram(call: Call) -> OpSharding:
-    """Counts add up where the bounds are given; else they are the least and the greatest element, and all stays whole."""
+    """Counts add up if the bounds are given; otherwise these are the least and the greatest element, and all stays whole."""
     given = call.arguments["min"] != call.arguments["max"]
     return call.fit(f"...{'' if given else '!'} -> _")
 
 
 def quantile(call: Call) -> OpSharding:
-    """Dims that are reduced stay whole; several quantiles are a new first dim."""
+    """Reduced dims stay whole; several quantiles add a new first dim."""
     several = unread(call.rank("q"))
     return call.fit(f"... @dim! ..., {several} -> {several if call.rank('q') else ''} ... ...")
 
 
 TABLE: dict[str, Rule] = {
-    # sums and means: what is summed away may be split
+    # sums and means: reduced dims may be split
     "aten.sum.default": op("... -> ()", linear="self", padding=padding.summed, autocast=Autocast.FP32),
     "aten.sum.dim_IntList": op("... @dim ... -> ... ...", linear="self", padding=padding.summed, autocast=Autocast.FP32),
     "aten.nansum.default": op("... @dim ... -> ... ..."),

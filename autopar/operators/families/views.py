@@ -23,8 +23,8 @@ Group = list[tuple[int, bool]]  # (factor number, whole)
 def regroup(before: Shape, after: Shape) -> tuple[list[Group], list[Group], list[int]]:
     """The factors of two shapes of one sequence of elements, and their sizes.
 
-    Both shapes are walked from the left. The greatest common divisor of what is left of the two dims at hand is a factor of
-    both: the outermost digit of the rest. Coprime rests are walked together until their products agree; they stay whole.
+    Both shapes are walked from the left. The greatest common divisor of the remaining sizes of the two current dims is a factor
+    of both: the outermost digit of the rest. Coprime rests are walked together until their products agree; they stay whole.
 
     >>> regroup((6, 4), (4, 6))
     ([[(0, False), (1, True)], [(2, True)]], [[(0, False), (3, True)], [(4, True)]], [2, 3, 4, 2, 6])
@@ -59,7 +59,7 @@ def regroup(before: Shape, after: Shape) -> tuple[list[Group], list[Group], list
 
 
 def _meet(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
-    """How many dims of either side it takes until their products agree."""
+    """How many dims each side needs until their products agree."""
     m, n, a, b = 1, 1, left[0], right[0]
     while a != b:
         if a < b:
@@ -70,7 +70,7 @@ def _meet(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
 
 
 def reshape(call: Call) -> OpSharding:
-    """The factors that both shapes have in common (`regroup`); merged dims may be split in blocks."""
+    """The common factors of both shapes (`regroup`); merged dims may be split in blocks."""
     shape = call.operands[0].shape
     old, new, sizes = regroup(shape, call.result) if 0 not in shape else (blank(shape), blank(call.result), [])
 
@@ -88,12 +88,12 @@ def blank(shape: Shape) -> list[Group]:
 
 
 def result_size(argument: str) -> Callable[[Call, Local], dict[str, Argument]]:
-    """The argument is the shape of the result."""
+    """The argument that is the shape of the result, for the local result."""
     return lambda call, local: {argument: tuple(local.results[0])}
 
 
 def unflattened(call: Call, local: Local) -> dict[str, Argument]:
-    """The sizes into which a dim is cut."""
+    """The local sizes into which a dim is unflattened."""
     dim = call.number("dim") % len(local.operands[0])
     return {"sizes": tuple(local.results[0][dim : dim + len(local.results[0]) - len(local.operands[0]) + 1])}
 
@@ -120,7 +120,7 @@ def slice_(call: Call) -> OpSharding:
 
 
 def slice_bounds(call: Call, local: Local) -> dict[str, Argument]:
-    """A slice that takes all takes all of the local dim."""
+    """A slice that takes the whole dim takes the whole local dim."""
     if call.op.results[0].shape[call.number("dim")] == local.results[0][call.number("dim")]:
         return {}
     return {"start": 0, "end": local.results[0][call.number("dim")]}
@@ -164,7 +164,7 @@ def cut_sizes(argument: str) -> Callable[[Call, Local], dict[str, Argument]]:
 
 
 def places(call: Call, local: Local) -> dict[str, Argument]:
-    """Where the local pieces begin, but for the first."""
+    """Where the local pieces begin, except the first."""
     sizes = [shape[call.number("dim")] for shape in local.results]
     return {"indices": tuple(itertools.accumulate(sizes))[:-1]}
 

@@ -1,8 +1,8 @@
 """How operators propagate facts about the values at each coordinate: the `index_fact` of a row.
 
 affine       facts: integers that are affine in the coordinates, choices between two numbers, truth values
-call         an op with what is known of its operands
+call         an op with the facts about its operands
 integers     arithmetic on whole numbers and constants
 predicates   comparisons, logic, choices
-views        the coordinates of the operand in terms of the result's
+views        the operand's coordinates in terms of the result's
 """

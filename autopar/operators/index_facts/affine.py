@@ -1,7 +1,7 @@
 """Facts about a value as a function of its coordinates: affine integers and boolean formulas over them.
 
     Affine    scale[0] i0 + scale[1] i1 + ... + base              arange, positions, constants
-    Formula   True | False | affine >= 0 | all of | some of       comparisons of those
+    Formula   True | False | affine >= 0 | all of | some of       comparisons of affine integers
     Select    yes where a formula holds, no elsewhere             additive masks
 
 A fact belongs to a shape; coordinate d runs from 0 to shape[d] - 1. Formulas that are constant on the shape are folded, so that
@@ -82,7 +82,7 @@ def bounds(number: Affine, shape: Shape) -> tuple[int | float, int | float]:
 
 
 def at_least_zero(number: Affine, shape: Shape) -> Formula:
-    """The formula number >= 0 of whole numbers, folded if it always or never holds on the shape."""
+    """The formula number >= 0 for integers, folded if it always or never holds on the shape."""
     number = flattened(number, shape)
     low, high = bounds(number, shape)
     if low >= 0:

@@ -36,11 +36,11 @@ class IndexCall:
         return self.values[operand.name].shape if isinstance(operand, Ref) else ()
 
     def fact(self, name: str = "self") -> Fact | None:
-        """What is known of an operand over its own shape."""
+        """The fact about an operand over its own shape."""
         return self._of(self.named[name])
 
     def wide(self, argument: Argument) -> Fact | None:
-        """What is known of an operand when it is broadcast to the result's shape."""
+        """The fact about an operand broadcast to the result's shape."""
         fact = self._of(argument)
         if fact is None or not isinstance(argument, Ref):
             return affine.constant(fact.base, len(self.shape)) if isinstance(fact, Affine) else fact
@@ -67,7 +67,7 @@ FactRule = Callable[[IndexCall], Fact | None]
 
 
 def formula(fact: Fact | None, shape: Shape) -> Formula | None:
-    """Where a value is true; a number is where it is not 0."""
+    """Where a value is true; a number counts as true where it is not 0."""
     return affine.truth(fact, bool, shape) if isinstance(fact, (Affine, Select)) else fact
 
 

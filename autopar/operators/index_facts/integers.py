@@ -58,7 +58,7 @@ def times(call: IndexCall) -> Fact | None:
 
 
 def _pointwise(left: Fact | None, right: Fact | None, combine: Callable[[Number, Number], Number], shape: Shape) -> Fact | None:
-    """Two numbers of which one is the same everywhere and the other takes two values at most."""
+    """An operation on two numbers, of which one is constant and the other takes at most two values."""
     match number(left, shape), number(right, shape):
         case Affine() as a, Affine() as b if a.constant and b.constant:
             return affine.constant(combine(a.base, b.base), len(shape))
@@ -85,7 +85,7 @@ def cumsum(call: IndexCall) -> Fact | None:
 
 
 def diff(call: IndexCall) -> Fact | None:
-    """Differences of neighbours along a dim, after a prepended first one, where all of them are the same number."""
+    """Differences of neighbours along a dim, after a prepended element, if all of them are equal."""
     prepended, fact, size = call.named["prepend"], call.fact(), call.size()
     rank, dim = len(size), call.dim(rank=len(size))
     if call.named["n"] != 1 or call.named["append"] is not None or not isinstance(fact, Affine) or not call.whole:

@@ -40,7 +40,7 @@ def _compare(name: str) -> FactRule:
 
 
 def _order(name: str, left: Affine, right: Affine, shape: Shape) -> Formula | None:
-    """left < right and the like, of whole numbers or of constants."""
+    """Comparisons such as left < right, of integers or of constants."""
     if left.constant and right.constant:
         return _TESTS[name](left.base, right.base)
     if isinstance(left.base, float) or isinstance(right.base, float):

@@ -1,4 +1,4 @@
-"""Facts about views: the coordinates of the operand in terms of the result's."""
+"""Facts about views: the operand's coordinates in terms of the result's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expand(call: IndexCall) -> Fact | None:
 
 
 def regroup(call: IndexCall) -> Fact | None:
-    """A reshape that only adds or removes dims of size 1, or of a value that is the same everywhere."""
+    """A reshape that only adds or removes dims of size 1, or a reshape of a constant."""
     old, new = call.size(), call.shape
     targets = [d for d, size in enumerate(new) if size > 1]
     rank, fact = len(new), call.fact()
@@ -67,7 +67,7 @@ def select(call: IndexCall) -> Fact | None:
 
 
 def index(call: IndexCall) -> Fact | None:
-    """x[i, j, ...] with affine indices that stay inside x and stand side by side."""
+    """x[i, j, ...] with adjacent affine indices that stay within x."""
     indices, size, rank = call.named["indices"], call.size(), len(call.shape)
     assert isinstance(indices, tuple)
     used = [d for d, index in enumerate(indices) if index is not None]
