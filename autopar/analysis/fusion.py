@@ -1,4 +1,4 @@
-"""Fusion: which ops `torch.compile` merges into one kernel, and the cost that is left to each.
+"""Fusion: which ops `torch.compile` merges into one kernel, and the cost that remains for each op.
 
     n = linear(x, w)                                            a product: a kernel of its own
     a = add(n, b)      level 1, reads n and b         \\
@@ -6,17 +6,17 @@
     y = linear(g, v)                                  /
     s = add(b, y)      level 2, reads b and y
 
-Inductor fuses an op that goes over its operands (element by element, a reduction, a norm, a loss) into the kernel of what it
-reads, unless something else has to run in between: then the kernel cannot have both. So ops have levels, the number of
-kernels of their own on the longest path to them, and those of one level that read one another are a kernel. It reads each value
-from outside once, and writes what is read elsewhere. Views are free, and constants are made where they are read.
+Inductor fuses an op that loops over its operands (pointwise, a reduction, a norm, a loss) into the kernel that produces them,
+unless another kernel has to run in between. So every op has a level, the number of unfusible kernels on the longest path to it,
+and ops of one level that read one another form a kernel. The kernel reads each outside value once and writes the values that
+are read elsewhere. Views are free, and constants are made where they are read.
 
-In the backward the same ops are a kernel again: it reads the gradients of what was written and, again, the values from which
-it computes what autograd would have saved inside (Inductor's partitioner saves what enters: H. He, "Min-cut optimal(*)
-recomputation with AOTAutograd", 2022), and writes the gradients of what it read.
+In the backward the same ops form a kernel again. It reads the gradients of the values written and, again, the values from which
+it recomputes what autograd would have saved inside (Inductor's partitioner saves the kernel's inputs: H. He, "Min-cut
+optimal(*) recomputation with AOTAutograd", 2022), and writes the gradients of the values read.
 
-Conversions between layouts are not known here: where one stands between two ops of a kernel, what it costs to write a value for
-it and to read it is left out.
+Conversions between layouts are not considered: if one separates two ops of a kernel, the cost of writing a value for it and
+reading it again is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.operators.facts import OpKind
 
 
 def fused(program: Program) -> Program:
-    """The program, of which every op knows what it leaves to the kernel that it becomes part of (`Op.fused`)."""
+    """The program with `Op.fused` set: what each op reads and writes as part of its kernel."""
     return _Fuser(program).fused()
 
 
@@ -42,16 +42,16 @@ class _Fuser:
         self.program = program
         self.view = {op.name for op in program.ops if view_of(op, program.values) and not writes(op)}
         self.fusible = {op.name for op in program.ops if op.name not in self.view and fusible(op)}
-        self.base = {name: name for name in program.values}  # the value of which each one is a view
-        self.level: dict[str, int] = {}  # of each op but views
+        self.base = {name: name for name in program.values}  # the value that each value is a view of
+        self.level: dict[str, int] = {}  # of each op except views
         for op in program.ops:
             if op.name in self.view:
                 self.base |= {result.name: self.base[op.operands[0]] for result in op.results}
             else:
                 self.level[op.name] = max((self._level_after(self.base[name]) for name in op.operands), default=0)
         self.inside = {op.name: frozenset(self._inside(op)) for op in program.ops if op.name in self.fusible}
-        self.within = set[str]()  # values that are read by their kernel
-        self.elsewhere = {self.base[output.value] for output in program.outputs}  # values that are read outside of their kernel
+        self.within = set[str]()  # values read within their kernel
+        self.elsewhere = {self.base[output.value] for output in program.outputs}  # values read outside of their kernel
         for op in program.ops:
             if op.name not in self.view:
                 here = self.inside.get(op.name, ())
@@ -63,7 +63,7 @@ class _Fuser:
         return self.level[producer.name] + (producer.name not in self.fusible) if producer else 0
 
     def _inside(self, op: Op) -> Iterator[int]:
-        """Positions of the operands that the kernel of an op computes."""
+        """Positions of the operands that an op's own kernel computes."""
         for position, name in enumerate(op.operands):
             producer = self.program.producer.get(self.base[name])
             if producer is None or producer.name not in self.fusible:
@@ -92,7 +92,7 @@ class _Fuser:
             outside = [(p, name) for p, name in enumerate(op.operands) if p not in self.inside[op.name]]
             arrive = arriving[op.results[0].name]
             handed = [p for p, _ in outside if p in self._handed_on(op)]
-            alone = len(arrive) == 1 and op.results[0].name not in self.within  # what arrives is what is handed on
+            alone = len(arrive) == 1 and op.results[0].name not in self.within  # the arriving gradient is handed on as it is
             found[op.name] = Fused(
                 operands=tuple(p for p, name in outside if first(self.base[name], op, read)),
                 results=tuple(p for p, result in enumerate(op.results) if result.name in self.elsewhere),
@@ -103,13 +103,13 @@ class _Fuser:
         return found
 
     def _handed_on(self, op: Op) -> frozenset[int]:
-        """Positions of the operands whose gradient is that of the result as it is."""
+        """Positions of the operands whose gradient is the result's gradient, unchanged."""
         values, call = self.program.values, Call.of(op, self.program.values)
         handed = (p for name in row_of(op).hands_on for p in call.positions(name))
         return frozenset(p for p in handed if values[op.operands[p]].shape == op.results[0].shape)
 
     def _arriving(self) -> dict[str, set[object]]:
-        """The kernels that send a gradient of each value: of several ops by their level, of one by its name."""
+        """The kernels that send a gradient of each value: fused kernels by level, others by op name."""
         found: dict[str, set[object]] = defaultdict(set)
         for op in self.program.ops:
             if op.name not in self.view:
@@ -120,7 +120,7 @@ class _Fuser:
         return found
 
     def _again(self) -> dict[str, frozenset[int]]:
-        """Positions of the operands that the backward needs of each fusible op: what it saves, and from what it is computed."""
+        """Operand positions that each fusible op's backward needs: saved operands, and the inputs to recompute the rest."""
         values, needed, found = self.program.values, set[str](), {}
         for op in reversed(self.program.ops):
             if op.name in self.fusible:
@@ -133,7 +133,7 @@ class _Fuser:
         return found
 
     def _views(self) -> Iterator[tuple[str, Fused]]:
-        """A view's gradient is part of a kernel, but where one that is written by hand reads the view."""
+        """A view's gradient is part of a kernel, unless a hand-written kernel reads the view."""
         by_hand = {output.value for output in self.program.outputs}
         for op in reversed(self.program.ops):
             if op.name in self.view:

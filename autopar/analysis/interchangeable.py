@@ -1,7 +1,7 @@
-"""Operands and results of an op that no candidate distinguishes: the tensors that `stack` joins, or that `unbind` returns.
+"""Interchangeable operands or results of an op, which no candidate distinguishes: inputs of `stack`, or results of `unbind`.
 
-Their rule has the same factors for them, they are of one kind, and they are in the same groups: so they have one layout under
-every candidate, and one price.
+The rule gives them the same factors, and they have the same kind and the same linear groups, so under every candidate they have
+equal layouts and prices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.operators import OpSharding
 
 
 def operand_places(program: Program, op: Op) -> tuple[int, ...]:
-    """For each operand the first position that stands for it; empty where each stands for itself."""
+    """For each operand the first position interchangeable with it; empty if no two operands are."""
     several = any(isinstance(argument, tuple) and sum(isinstance(a, Ref) for a in argument) > 1 for argument in op.args)
     fit = fit_of(program, op.name) if several else None
     if fit is None or fit.distributed:
@@ -24,7 +24,7 @@ def operand_places(program: Program, op: Op) -> tuple[int, ...]:
 
 
 def result_places(program: Program, op: Op) -> tuple[int, ...]:
-    """For each result the first that stands for it; empty where each stands for itself."""
+    """For each result the first one interchangeable with it; empty if no two results are."""
     fit = fit_of(program, op.name) if len(op.results) > 1 else None
     if fit is None or fit.distributed:
         return ()
@@ -43,7 +43,7 @@ def _asked(fit: OpSharding, side: str, place: int) -> Hashable:
 
 
 def _first(keys: Sequence[Hashable]) -> tuple[int, ...]:
-    """For each key the place of the first that is equal; empty if no two are."""
+    """For each key the place of the first equal key; empty if no two are equal."""
     found: dict[Hashable, int] = {}
     places = tuple(found.setdefault(key, place) for place, key in enumerate(keys))
     return places if len(found) < len(keys) else ()

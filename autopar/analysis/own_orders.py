@@ -1,7 +1,7 @@
 """Which ops may run on each rank's own rows in its own order, derived from how the program uses what it sorts.
 
-A pass from the first op to the last: the row of each says what becomes of what is known of its operands (`own_order`), and what
-it says nothing of treats rows one by one, or ends them.
+A forward pass over the ops: the row of each op says how it transforms the facts about its operands (`own_order`). An op whose
+row says nothing either treats rows one by one, or ends the facts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SAME = (OpKind.SAME, OpKind.CAST)
 
 
 def own_rows(program: Program, fit_of: Callable[[Op], OpSharding | None]) -> Mapping[str, OwnRows]:
-    """How ops run on own rows, by their names; `fit_of` has the factors of an op."""
+    """How ops run on each rank's own rows, by op name; `fit_of` returns the factors of an op."""
     if not any(row_of(op).own_order is sort for op in program.ops):
         return {}
     known, found = _Known(program), dict[str, OwnRows]()
@@ -31,16 +31,16 @@ def own_rows(program: Program, fit_of: Callable[[Op], OpSharding | None]) -> Map
 
 
 class _Known:
-    """What is known of the values so far."""
+    """The facts about values so far."""
 
     def __init__(self, program: Program) -> None:
         self.values = program.values
         self.facts: dict[str, OrderFact] = {}
-        self.places: set[str] = set()  # values that are whole numbers from 0 on
-        self.of: dict[str, str] = {}  # the value that another is, in another dtype
+        self.places: set[str] = set()  # values that are integers from 0 on
+        self.of: dict[str, str] = {}  # value -> the value that it copies in another dtype
 
     def follow(self, op: Op, fitted: OpSharding) -> OwnFound | None:
-        """How an op runs on own rows, if it does; from then on its results are known."""
+        """How an op runs on own rows, if it does; records the facts about its results."""
         row, first = row_of(op), op.results[0]
         call = OrderCall(
             call=Call.of(op, self.values),

@@ -1,4 +1,4 @@
-"""Padding groups: dims of a program's values that the rules of its operators tie together, so that they are padded together.
+"""Padding groups: dims of a program's values that operator rules tie together, so that they must be padded together.
 
     wte [n, 8], logits [4, 6, n]                     a vocabulary of n words
     wq [(n 8), 16], q [4, 6, (n 8)], h [4, 6, n, 8]  n heads of width 8
@@ -67,7 +67,7 @@ class GroupFinder:
         self.fit = functools.partial(fit_of, program)
 
     def places(self, name: str, dim: int) -> dict[str, PaddedDim]:
-        """The dims that are tied to this one, by value; `strand` decides whether they are a padding group."""
+        """The dims tied to this one, by value; `strand` decides whether they form a padding group."""
         size = self.program.values[name].shape[dim]
         found, waiting = {name: PaddedDim(dim)}, [name]
         while waiting:
@@ -119,7 +119,7 @@ class GroupFinder:
         return held
 
     def _spot(self, op: Op, places: Mapping[str, PaddedDim], size: int) -> _Spot | None:
-        """The factor of an op that has the padded elements; None if several have, or if they span several factors."""
+        """The factor of an op that has the padded elements; None if several factors have them, or if they span several."""
         fitted = self.fit(op.name)
         found = {
             _inside(dims[places[name].dim], places[name], size, fitted)

@@ -1,6 +1,6 @@
 """What the padding of a value contains, propagated by the `padding` of operators' rows (`autopar.operators.padding`).
 
-Operators whose row says nothing do not support padding. Where the padded factor is in no result, the op must sum it away or
+An operator whose row says nothing does not support padding. If the padded factor is in no result, the op must sum it away or
 never read it, like an embedding whose indices stay below the padded rows.
 """
 
@@ -20,8 +20,8 @@ def content(
 ) -> PaddingValue | None:
     """What the padding of an op's results contains if this factor of it is padded; None if unpadded elements would change.
 
-    `inside` has what the padding of each operand contains, None for operands without the factor. Where no result has the
-    factor, any value means that results are right. `masked`: padded logits of linear layers are set to minus infinity.
+    `inside` has the padding's content for each operand, None for operands without the factor. If no result has the factor, any
+    value means that the results are correct. `masked`: padded logits of linear layers are set to minus infinity.
     """
     rule = row_of(op).padding
     kept = [any(factor in dim for dim in dims) for dims in fitted.results]

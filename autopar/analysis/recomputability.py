@@ -1,8 +1,8 @@
 """Which ops may be recomputed in the backward, and which results alias an operand and so are restored with it.
 
 y = gelu(x)              may be recomputed
-y = dropout(x, 0.1)      may be: it draws from the seed of its forward, and so the same numbers
-y = batch_norm(x, ...)   may not: it would write its statistics once more
+y = dropout(x, 0.1)      may be: it draws the same numbers, from the seed of its forward
+y = batch_norm(x, ...)   may not: it would update its running statistics twice
 y = transpose(x, 0, 1)   need not be: y is a view of x, and exists again when x does
 y = reshape(x, [6])      may be: a view of x, or a copy if x is not contiguous; either exists again when x does
 """
@@ -21,15 +21,15 @@ from autopar.operators.facts import Alias
 def is_recomputable(op: Op) -> bool:
     """Whether an op has no side effects, and can save memory by being recomputed: it is not always a view.
 
-    One that draws random numbers may: the rerun draws from the seed of the forward (`runtime.random`), as
-    `torch.utils.checkpoint` restores the generator with `preserve_rng_state`.
+    Random ops qualify: the rerun draws from the seed of the forward (`runtime.random`), just as `torch.utils.checkpoint`
+    restores the generator with `preserve_rng_state`.
     """
     always_view = row_of(op).alias is Alias.ALWAYS or (rule_of(op.target) is None and alias_of(op, {}) is Alias.ALWAYS)
     return op.requires_grad and not writes(op) and not always_view
 
 
 def recomputable(program: Program) -> frozenset[str]:
-    """The ops of a program that may be recomputed: not those that read a buffer which an op writes, as it may have changed."""
+    """The ops of a program that may be recomputed; ops that read a buffer written by an op may not, as it may have changed."""
     changing: set[str] = set()
     for op in program.ops:
         changing.update(writes(op))

@@ -3,16 +3,16 @@
     auto        what the integer program chooses, within the budget
     none        nothing
     blocks      everything in a repeated block but its inputs: `torch.utils.checkpoint` around each block, with early stop: only
-                what the backward asks for
-    selective   of a block everything but the results of products with a weight, of fused attention, and of collectives that
-                add or exchange
+                what the backward needs
+    selective   everything in a block except the results of products with a weight, of fused attention, and of collectives that
+                reduce or exchange
 
 `selective` is torchtitan's selective activation checkpointing (its list of ops to save has `aten.mm`, the kernels of
 `scaled_dot_product_attention`, `reduce_scatter_tensor`, `all_to_all_single`), with every product kept instead of every second
-one. Scores, softmax, dropout and context of attention that is not fused are recomputed: V. Korthikanti et al., "Reducing
+one. The scores, softmax, dropout and context of unfused attention are recomputed: V. Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022, section 5. All-gathers are repeated in both (section 4.2.2).
 
-Gathers and casts of weights are the strategy's. An op that writes a buffer (batch norm in training) is never recomputed.
+The strategy decides on gathers and casts of weights. An op that writes a buffer (batch norm in training) is never recomputed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class RecomputePolicy:
     """What is recomputed whatever it costs; `free` if the integer program chooses instead.
 
     Attributes:
-        ops: ops that are recomputed where the backward asks for them.
-        asked: those that it asks for under all layouts.
-        uses: (op, position) of the operands that the backward wants, of ops that save them or are recomputed.
-        views: ops whose results are views of what is recomputed.
-        inside: values whose conversions are repeated, but for the primitives in `kept`.
+        ops: ops that are recomputed if the backward needs them.
+        asked: the ops that it needs under all layouts.
+        uses: (op, position) of the operands that the backward needs, for ops that save them or are recomputed.
+        views: ops whose results are views of recomputed values.
+        inside: values whose conversions are repeated, except the primitives in `kept`.
         read: values whose all-gathers are repeated.
     """
 
@@ -64,7 +64,7 @@ class RecomputePolicy:
         return value in self.read and primitive == "all_gather"
 
     def steps(self, routes: Mapping[str, tuple[Conversion, ...]]) -> Iterator[tuple[str, Conversion]]:
-        """The conversions on some routes that are repeated."""
+        """The repeated conversions on some routes."""
         for name, route in routes.items():
             yield from ((name, step) for step in route if self.repeats(name, step.primitives[0]))
 
@@ -73,13 +73,13 @@ FREE = RecomputePolicy(free=True)
 
 
 def check_policy(name: object) -> None:
-    """Raise ConstraintError for a name that no recomputation has."""
+    """Raise ConstraintError for an unknown policy name."""
     if name not in POLICIES:
         raise ConstraintError(f"no recomputation is called {name!r}", fix=f"one of {', '.join(POLICIES)}")
 
 
 def policy_of(analysis: Analysis, name: str) -> RecomputePolicy:
-    """The recomputation that a name asks for. Raises ConstraintError for another name, or a model without blocks."""
+    """The policy of this name. Raises ConstraintError for an unknown name, or a model without blocks."""
     check_policy(name)
     if name in (AUTO, NONE):
         return FREE if name == AUTO else RecomputePolicy()
@@ -115,7 +115,7 @@ def _is_view(op: Op, program: Program) -> bool:
 
 
 def _dear(op: Op, analysis: Analysis) -> bool:
-    """Whether `selective` keeps the results of an op: of a product with a weight, fused attention, a recurrent network."""
+    """Whether `selective` keeps an op's results: a product with a weight, fused attention, or a recurrent network."""
     row = row_of(op)
     product = row.contracts and not analysis.weights.isdisjoint(op.operands)
     fused = fused_attention(op, analysis.program.values, cpu=analysis.cpu)
@@ -123,7 +123,7 @@ def _dear(op: Op, analysis: Analysis) -> bool:
 
 
 def _origins(program: Program) -> dict[str, str]:
-    """For each op the one in whose results its own lie: itself, if it is no view."""
+    """For each op the one whose results its own results view; itself if it is not a view."""
     found: dict[str, str] = {}
     for op in program.ops:
         source = program.producer.get(op.operands[0]) if op.operands and _is_view(op, program) else None
@@ -132,7 +132,7 @@ def _origins(program: Program) -> dict[str, str]:
 
 
 def _asked(analysis: Analysis, ops: frozenset[str]) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-    """Of ops that are recomputed those that the backward asks for, and the operands that it wants."""
+    """The recomputed ops that the backward needs, and the operands that it needs."""
     wanted: set[str] = set()
     asked: set[str] = set()
     uses: set[tuple[str, int]] = set()

@@ -3,8 +3,8 @@
     h.0: ln attn add ln mlp add        a region
     h.1: ln attn add ln mlp add        a region, whose backward may recompute ops of h.1, but none of h.0
 
-Values passed between regions are kept if the backward needs them, so that a chain of recomputed values, all alive at once, ends
-where its region begins. A region has the ops of one block, or of several in a row, until there are two matrix products.
+Values passed between regions are kept if the backward needs them, so a chain of recomputed values, all alive at once, never
+reaches beyond its region. A region has the ops of one block, or of as many blocks in a row as it takes for two matrix products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def regions(program: Program) -> list[int]:
 
 
 def inner(program: Program, ends: Sequence[Hashable]) -> frozenset[str]:
-    """The ops whose results, and views of them, are used within their region only; `ends` tells regions apart, op by op."""
+    """The ops whose results, and views of them, are used only within their region; `ends` has each op's region."""
     place = {op.name: i for i, op in enumerate(program.ops)}
     leaves = {output.value for output in program.outputs}
     for i in reversed(range(len(program.ops))):

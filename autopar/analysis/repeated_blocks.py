@@ -5,10 +5,10 @@
     h.2: ln attn mlp
 
 A block is a module that the model repeats (`block_names`). Two siblings are equal if their ops agree one by one in target,
-static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded: in a sequence of linear layers
-each must be free to be either side of a column-row pair. Steps of a loop are folded too (`repeated_steps`), within a block or
-around blocks. Nothing is approximated: values between classes are grouped by producer and by every consumer (`ValueClass`), and
-each group is priced as often as it occurs.
+static arguments, shapes and dtypes. Only blocks with at least two matrix products are folded, since in a sequence of linear
+layers each must be free to be either side of a column-row pair. Steps of a loop are folded too (`repeated_steps`), within a
+block or around blocks. Nothing is approximated: values between classes are grouped by producer and by every consumer
+(`ValueClass`), and each group is priced as often as it occurs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.operators import row_of
 class ValueClass:
     """Values with the same producer class and the same consumers; `consumers` are (op class or output, operand position).
 
-    Of results, and of positions, that no candidate tells apart the first stands for all.
+    Interchangeable results, and operand positions, are represented by the first of them (`interchangeable`).
     """
 
     producer: str
@@ -43,7 +43,7 @@ class ValueClass:
         return self.members[0]
 
     def renamed(self, new: Mapping[str, str]) -> ValueClass:
-        """This class of a program whose values, ops and outputs have new names."""
+        """This class in a program whose values, ops and outputs have new names."""
         return replace(
             self,
             producer=new[self.producer],
@@ -59,10 +59,10 @@ class Classes:
     of: Mapping[str, str]
     members: Mapping[str, tuple[str, ...]]
     values: tuple[ValueClass, ...]
-    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of op classes with operands that stand for others
+    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # op classes with interchangeable operands
 
     def end(self, name: str, position: int) -> tuple[str, int]:
-        """The consumer, of a `ValueClass`, that an op or an output is at one of its operands."""
+        """An op or output with one of its operand positions, as a consumer in a `ValueClass`."""
         name = self.of[name]
         return name, self.places[name][position] if name in self.places else position
 
@@ -92,7 +92,7 @@ def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", re
         assign(op.name, _row(op, program, apart))
     for output in program.outputs:
         assign(OUTPUT + output.path, "")
-    leaders = [op for op in program.ops if step and of[op.name] == op.name]  # few ops join as many tensors as a loop makes
+    leaders = [op for op in program.ops if step and of[op.name] == op.name]  # without loops, few ops join many tensors
     operands = {op.name: places for op in leaders if (places := operand_places(program, op))}
     results = {op.name: places for op in leaders if (places := result_places(program, op))}
     classes = Classes(of=of, members={name: tuple(m) for name, m in members.items()}, values=(), places=operands)
@@ -102,7 +102,7 @@ def fold(program: Program, *, apart: Callable[[str], str] = lambda value: "", re
 def _value_classes(
     program: Program, classes: Classes, places: Mapping[str, tuple[int, ...]], *, once: bool
 ) -> tuple[ValueClass, ...]:
-    """The classes of values; `places` are of results that stand for others. Steps that read one value count `once`."""
+    """The classes of values; `places` maps interchangeable results to the first. With `once`, equal consumers count once."""
     consumers: dict[str, list[tuple[str, int]]] = {name: [] for name in program.values}
     for op in program.ops:
         for position, operand in enumerate(op.operands):

@@ -5,18 +5,18 @@
     select(x, 1, 1)  mul  add  select   ->
     select(x, 1, 2)  mul  add  select
 
-Capture unrolls loops. An op does the same as the one p ops before it if both stand in the same module, have one signature, and
-each of their operands is one of
+Capture unrolls loops. An op repeats the one p ops before it if both are in the same module, have equal signatures, and each
+pair of their operands is one of
 
     the same value                            a weight
-    made p ops later                          what its own step computed, or the step before
-    another result of the same op             an element of `unbind`
-    a value of which that is known already    what another loop computed in its own steps
+    values made p ops apart                   computed in the same step, or in the step before
+    results of the same op                    elements of `unbind`
+    values already known to repeat            computed by another loop in its own steps
 
-A run of ops that do the same as those p before, over two periods at least, is a loop of three steps or more. Steps that read
-nothing of the step before must be many: what is done alike to queries, keys and values may well be split otherwise for each.
-Smallest periods are tried first, and loops within the first step are found in their turn. What an op reads before the first
-step, and what reads it after the last, does not matter: values are grouped by their readers (`repeated_blocks`).
+A run of ops that repeat those p before, for at least two periods, is a loop of three or more steps. Steps that read nothing
+from the step before must be many, because ops that treat queries, keys and values alike may still be split differently for
+each. Small periods are tried first; loops within the first step are found afterwards. What ops read before the first step, and
+what reads them after the last, does not matter, because values are grouped by their readers (`repeated_blocks`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ the gates of an LSTM four; a loop over time is longer."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Ops `first` to `stop`, each of which from `first + period` on does the same as the one `period` before."""
+    """Ops `first` to `stop`; from `first + period` on, each repeats the one `period` ops before it."""
 
     first: int
     period: int
@@ -46,7 +46,7 @@ class _Run:
 
 
 def repeated_steps(program: Program) -> dict[str, str]:
-    """For each op of a loop's later steps the op of its first step that does the same."""
+    """For each op of a loop's later steps, the op of the first step that it repeats."""
     kinds = [_kind(op, program) for op in program.ops]
     if len(set(kinds)) == len(kinds):
         return {}
@@ -59,7 +59,7 @@ def _kind(op: Op, program: Program) -> str:
 
 
 class _Loops:
-    """The search for runs: `same` holds, for each op, the op that is known to do the same first."""
+    """The search for runs: `same` has, for each op, the first op that it is known to repeat."""
 
     def __init__(self, program: Program, kinds: list[str]) -> None:
         self.ops, self.kinds = program.ops, kinds
@@ -75,7 +75,7 @@ class _Loops:
     def found(self) -> dict[str, str]:
         """See `repeated_steps`."""
         waiting = [(0, len(self.ops))]
-        while waiting:  # a loop within a step is searched for when the loop around it is known
+        while waiting:  # loops within a step are searched for once the loop around it is known
             start, end = waiting.pop()
             for run in self._runs(start, end):
                 for i in range(run.first + run.period, run.stop):
@@ -98,7 +98,7 @@ class _Loops:
             i = i + 1 if run is None else run.stop
 
     def _run(self, first: int, end: int) -> _Run | None:
-        """The run of the smallest period that begins with an op, if there is one of three steps."""
+        """The run of smallest period that begins with an op, if there is one of three steps."""
         later = self.next[first]
         for _ in range(PERIODS):
             if later is None or first + 3 * (later - first) > end:
@@ -119,7 +119,7 @@ class _Loops:
         return any(not made.isdisjoint(op.operands) for op in self.ops[second : second + run.period])
 
     def _again(self, i: int, period: int) -> bool:
-        """Whether an op does the same as the one a period before."""
+        """Whether an op repeats the one a period before."""
         if self.kinds[i] != self.kinds[i - period]:
             return False
         return all(
@@ -127,7 +127,7 @@ class _Loops:
         )
 
     def _follows(self, now: str, before: str, period: int) -> bool:
-        """Whether an op reads now what stands for what it read before."""
+        """Whether the operand `now` of an op corresponds to the operand `before` of the op that it repeats."""
         if now == before:
             return True
         if now not in self.made or before not in self.made:

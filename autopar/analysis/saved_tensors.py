@@ -2,13 +2,13 @@
 
 The operator is run once on meta tensors of its global shapes, and saved tensor hooks show what it keeps. A saved tensor that
 shares its storage with an operand or a result counts as that operand or result (a linear saves a transposed view of its weight,
-say); others are internal: statistics, masks, the log-softmax of a loss. Operands are taken to be contiguous. The same run and
+say); others are internal: statistics, masks, the log-softmax of a loss. Operands are assumed contiguous. The same run and
 its backward show how much workspace the operator needs, and which gradients alias the incoming one.
 
-Two operators are described by formula, since on meta tensors they take another path than on the device:
+Two operators are described by formula, since on meta tensors they take a different path than on the device:
 
     attention    the fused kernels keep q, k, v, the mask, the result and one logarithm per row of scores
-                 (T. Dao, FlashAttention-2, 2023; torch's CPU kernel likewise); where no fused kernel serves, the run decides
+                 (T. Dao, FlashAttention-2, 2023; torch's CPU kernel likewise); if no fused kernel applies, the run decides
     dropout      the fused kernel keeps a mask of one byte per element; on the CPU one element of the operand's dtype
 """
 
@@ -36,10 +36,10 @@ from autopar.runtime.memory_tracker import MemoryTracker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Bytes at the global shapes, proportional to one of the op's tensors: a rank has the same share of both."""
+    """Bytes at the global shapes that scale with one of the op's tensors: a rank has the same share of both."""
 
     bytes: Bytes
-    follows: int  # that tensor: its position among operands, then results
+    follows: int  # the tensor's position among operands, then results
     elements: int  # of that tensor, global
 
     def local(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Bytes:
@@ -51,10 +51,10 @@ class Share:
 class SavedTensors:
     """What one op saves for the backward: positions of its operands and results, and internal tensors.
 
-    `forward` is the peak workspace of the forward, beside operands, results and internal tensors; `backward` that of the
-    backward, beside these and all gradients, which is negative where they are never alive at the same time. `traffic` is what
-    the backward's `kernels` read and write, one by one, `strided` that of those that compute addresses (`analysis.traffic`), of
-    as many elements as `computed` has instead of bytes; None where that is not known.
+    `forward` is the forward's peak workspace in addition to operands, results and internal tensors. `backward` is the
+    backward's, in addition to these and all gradients; it is negative if they are never all alive at once. `traffic` has the
+    bytes that each of the backward's `kernels` reads and writes, None if unknown. `strided` has those of kernels that compute
+    addresses (`analysis.traffic`), and `computed` the numbers of elements for which they do.
     """
 
     operands: tuple[int, ...] = ()
@@ -86,8 +86,8 @@ class SavedTensors:
         return self.backward.local(operands, results) if self.backward else 0
 
     def local_traffic(self, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[Bytes, Bytes, int]:
-        """What the backward moves on one rank with these local shapes: bytes, those of kernels that compute addresses, and
-        elements of these."""
+        """The backward's memory traffic on one rank with these local shapes: all bytes, the bytes of kernels that compute
+        addresses, and the elements of the latter."""
         total, strided, computed = (
             sum(share.local(operands, results) for share in shares)
             for shares in (self.traffic or (), self.strided, self.computed)
@@ -101,8 +101,8 @@ NOTHING = SavedTensors()
 def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTensors:
     """What autograd saves for `op` on an accelerator, or on the CPU.
 
-    An op whose results need no gradient saves nothing. One that does not run on meta tensors is taken to save all operands and
-    its first result.
+    An op whose results need no gradient saves nothing. An op that does not run on meta tensors is assumed to save all operands
+    and its first result.
     """
     if not op.requires_grad:
         return NOTHING
@@ -112,7 +112,7 @@ def saved(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTen
 
 
 def workspace(op: Op, values: Mapping[str, Value], *, cpu: bool = False) -> SavedTensors:
-    """What an op of which nothing is saved needs while it runs: its workspace, and what it would else save inside."""
+    """The memory that an op needs while it runs if nothing is saved: its workspace, and the internal tensors."""
     operands = tuple(values[name] for name in op.operands)
     fused = _formula(op, operands, cpu)
     if fused is None:
@@ -133,9 +133,9 @@ def saved_here(
     """What autograd saves for an op on one rank, and the op's results, as meta tensors with local shapes and strides.
 
     Strides matter because a kernel may copy a non-contiguous operand, and autograd then saves the copy. The arguments of `op`
-    are those for local shapes; `shapes` are those of the results. Run in a `parallel` form, an op keeps its arguments and saves
-    what it saves at global shapes: its operator need not know the local ones (an LSTM without a row of each gate is a
-    segmentation fault).
+    are for local shapes; `shapes` are the local shapes of the results. In a `parallel` form an op keeps its arguments and saves
+    what it saves at global shapes, because its operator may not accept the local ones (an LSTM without a row of each gate
+    crashes with a segmentation fault).
     """
     fused = _formula(op, [values[name] for name in op.operands], cpu)
     # the result of a fused kernel has the query's strides
@@ -156,7 +156,7 @@ def saved_here(
 
 
 def fused_attention(op: Op, values: Mapping[str, Value], *, cpu: bool) -> bool:
-    """Whether an op is attention that a fused kernel computes, which keeps no scores."""
+    """Whether a fused attention kernel, which keeps no scores, computes an op."""
     operands = [values[name] for name in op.operands]
     return row_of(op).kind is OpKind.ATTENTION and _attention(op, operands, cpu) is not None
 
@@ -166,15 +166,15 @@ def _empty(shape: Shape, value: Value) -> torch.Tensor:
 
 
 def _ran(op: Op, tensors: Sequence[torch.Tensor]) -> Ran:
-    """Run an op on meta tensors; ops that differ in names only run once."""
+    """Run an op on meta tensors; ops that differ only in names run once."""
     args, kwargs = _numbered(op)
     specs = tuple((tuple(x.shape), x.stride(), x.dtype, x.requires_grad) for x in tensors)
-    # 1, 1.0 and True are equal as keys but not as arguments, so that the text stands in the key too.
+    # 1, 1.0 and True are equal as keys but not as arguments, so the key includes the text.
     return _run(op.target, args, kwargs, f"{text(args)}{kwargs}", specs)
 
 
 def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
-    """The op's arguments with operands named by position and devices left out: equal for ops that differ in names only."""
+    """The op's arguments with operands named by position and devices left out: equal for ops that differ only in names."""
     positions = iter(range(len(op.operands)))
 
     def number(leaf: Ref | Static) -> Argument:
@@ -187,12 +187,12 @@ def _numbered(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
 
 
 MetaSpec = tuple[Shape, Shape, torch.dtype, bool]  # shape, strides, dtype, requires_grad
-Ran = tuple["SavedTensors", tuple[tuple[Shape, Shape], ...]]  # what is kept; shape and strides of every result
+Ran = tuple["SavedTensors", tuple[tuple[Shape, Shape], ...]]  # the kept tensors; shape and strides of every result
 
 
 @functools.cache
 def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, specs: tuple[MetaSpec, ...]) -> Ran:
-    """Run the operator on meta tensors and look at what autograd keeps."""
+    """Run the operator on meta tensors and record what autograd keeps."""
     operands = [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=grad)
         for shape, strides, dtype, grad in specs
@@ -208,7 +208,7 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
     with torch.enable_grad(), hooks, sdpa_kernel(SDPBackend.MATH), MemoryTracker(operands, "meta") as live:
         try:
             out = overload(target)(*given, **named)
-        except Exception:  # it has no meta kernel, or cannot do with these shapes
+        except Exception:  # it has no meta kernel, or rejects these shapes
             return SavedTensors(operands=tuple(range(len(operands))), results=(0,)), ()
         forward = live.peak().bytes - live.now
     results = list(_tensors(out))
@@ -220,7 +220,7 @@ def _run(target: str, args: tuple[Argument, ...], kwargs: Keywords, _: str, spec
 def _with_backward(
     found: SavedTensors, kept: list[torch.Tensor], operands: list[torch.Tensor], results: list[torch.Tensor]
 ) -> SavedTensors:
-    """What the backward takes, and which gradients it passes on; what is kept goes as the backward goes on."""
+    """The backward's workspace, and the gradients that it passes through; saved tensors are freed as the backward proceeds."""
     wanted = [place for place, operand in enumerate(operands) if operand.requires_grad]
     differentiable = [result for result in results if result.requires_grad]
     if not differentiable:
@@ -231,7 +231,7 @@ def _with_backward(
         kept.clear()
         before = live.now
         try:
-            warnings.simplefilter("ignore")  # of an operator that has no autograd kernel torch says so when its backward runs
+            warnings.simplefilter("ignore")  # torch reports a missing autograd kernel only when the backward runs
             made = torch.autograd.grad(differentiable, [operands[place] for place in wanted], given, allow_unused=True)
         except (NotImplementedError, RuntimeError):  # the backward has no meta kernel
             return found
@@ -253,7 +253,7 @@ def _with_backward(
 
 
 def _together(shares: Iterable[Share | None]) -> Iterator[Share]:
-    """One share for all that follow the same tensor."""
+    """Merge the shares that follow the same tensor."""
     found: dict[int, Share] = {}
     for share in shares:
         if share:
@@ -272,7 +272,7 @@ def _tensors(out: object) -> Iterator[torch.Tensor]:
 
 
 def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> SavedTensors:
-    """Which of the kept tensors are operands, results, or neither."""
+    """Sort the kept tensors into operands, results and neither."""
     home = {_storage(tensor): place for place, tensor in reversed(list(enumerate((*operands, *results))))}
     places = sorted({home[_storage(tensor)] for tensor in kept if _storage(tensor) in home})
     internal = {_storage(tensor): tensor for tensor in kept if _storage(tensor) not in home}
@@ -285,7 +285,7 @@ def _sort(kept: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], result
 
 
 def _share(count: Bytes, numel: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Share | None:
-    """The share of bytes that follow a tensor of as many elements, if there is one, else the largest."""
+    """A share that follows the tensor with as many elements, if there is one, else the largest tensor."""
     sizes = [tensor.numel() for tensor in (*operands, *results)]
     if not count or not sizes:
         return None
@@ -298,7 +298,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | None:
-    """What is kept where the device takes another path than meta tensors do; None where it does not."""
+    """What an op keeps if the device takes a different path than meta tensors; None if it takes the same."""
     row = row_of(op)
     if row.kind is OpKind.ATTENTION:
         return _attention(op, operands, cpu)
@@ -311,7 +311,7 @@ def _formula(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | Non
 
 
 def _copied(op: Op, found: SavedTensors, tensors: Sequence[torch.Tensor], cpu: bool) -> SavedTensors:
-    """A recurrent network on the CPU multiplies all steps at once: of steps that do not lie in their order it keeps a copy."""
+    """On the CPU a recurrent network multiplies all steps at once; if they are not contiguous, it keeps a copy of them."""
     if not cpu or row_of(op).kind is not OpKind.RECURRENT or 0 not in found.operands:
         return found
     steps = tensors[0].transpose(0, 1) if Call.of(op).arguments["batch_first"] else tensors[0]
@@ -322,7 +322,7 @@ def _copied(op: Op, found: SavedTensors, tensors: Sequence[torch.Tensor], cpu: b
 
 
 def _attention(op: Op, operands: Sequence[Value], cpu: bool) -> SavedTensors | None:
-    """What a fused attention kernel keeps; None where none serves: not of four dims each, of one batch and as many heads."""
+    """What a fused attention kernel keeps; None if none applies: it needs four dims each, equal batches and equal heads."""
     call = Call.of(op)
     query, value = operands[0], operands[2]
     outer = {operand.shape[: 1 if call.arguments["enable_gqa"] else 2] for operand in operands[:3]}

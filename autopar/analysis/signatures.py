@@ -24,9 +24,8 @@ def signature(op: Op, values: Mapping[str, Value]) -> str:
 
 
 def deciding_arguments(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
-    """The arguments of an op, positional and by name, in which "*" stands for every number that decides neither layouts nor
-    prices: of an argument in `Rule.indifferent`, but for a 0 that is added, as only x + 0 is linear in x; or a rate of dropout
-    other than 0."""
+    """The positional and keyword arguments of an op, with "*" for every number that affects neither layouts nor prices: that of
+    an argument in `Rule.indifferent`, except an added 0 (only x + 0 is linear in x), or a dropout rate other than 0."""
     row = row_of(op)
     if not row.indifferent and not row.rate:
         return op.args, op.kwargs
@@ -41,7 +40,7 @@ def deciding_arguments(op: Op) -> tuple[tuple[Argument, ...], Keywords]:
 
 
 def kind_of(value: Value) -> str:
-    """Dtype, shape, and whether there is a gradient."""
+    """Dtype, shape, and whether the value requires a gradient."""
     return f"{value.dtype}{list(value.shape)}{'+' if value.requires_grad else ''}"
 
 

@@ -1,13 +1,13 @@
-"""Step regions: the parts of a program that overlap with messages of weights, and between which weights are prefetched.
+"""Step regions: the parts of a program that weight collectives overlap with, and between which weights are prefetched.
 
     embed        embed                        a region by itself
-    h.0          ln attn add ln mlp add       members of one region: repeated blocks, which do the same
+    h.0          ln attn add ln mlp add       members of one region: equal repeated blocks
     h.1          ln attn add ln mlp add
     ln_f head    ln_f head                    a region by itself
 
-A region has the ops of a class of repeated blocks, or of a stretch between such blocks, which ends where two matrix products
-are in it and another block begins. Its members run one after the other in the order of the program. The weights of a bucket are
-gathered while the member before the one that uses them runs, so that what one region sends is spread over its neighbours:
+A region has the ops of a class of repeated blocks, or of a stretch between such blocks; a stretch ends at the first new block
+after it has two matrix products. The members of a region run one after the other, in program order. The weights of a bucket are
+gathered while the member before the one that uses them runs, so the messages of one region are spread over its neighbours:
 
     bucket of h.*   gathered during embed (h.0), h.* (the others)
 """
@@ -30,8 +30,8 @@ class StepRegions:
 
     Attributes:
         analysis: facts about the program.
-        names: of each region, as a person calls it.
-        sequence: the region of each member, in the order of the program.
+        names: a readable name for each region.
+        sequence: the region of each member, in program order.
         member: the member in which each op runs.
     """
 
@@ -45,7 +45,7 @@ class StepRegions:
         return self.sequence[self.member[name]]
 
     def of_value(self, name: str) -> int | None:
-        """The region in which a value is converted: that of its first reader, or of its producer where no op reads it."""
+        """The region in which a value is converted: that of its first reader, or of its producer if no op reads it."""
         readers, maker = self.analysis.readers[name], self.analysis.program.producer.get(name)
         op = readers[0] if readers else maker
         return None if op is None else self.of_op(op.name)
@@ -56,13 +56,13 @@ class StepRegions:
         return self.sequence[place - 1] if place else None
 
     def after(self, weight: str) -> int | None:
-        """The region of the member after it; None after the last."""
+        """The region of the member after the one that first uses a weight's bucket; None after the last."""
         place = self._first_use[True].get(weight, len(self.sequence)) + 1
         return self.sequence[place] if place < len(self.sequence) else None
 
     @functools.cached_property
     def _first_use(self) -> Mapping[bool, Mapping[str, int]]:
-        """By whether weights themselves travel: the first member that uses a weight of the same bucket."""
+        """By whether weights themselves are communicated: for each weight, the first member that uses its bucket."""
         found: dict[bool, dict[str, int]] = {}
         for moved in (False, True):
             buckets = weight_buckets(self.analysis.program, moved=moved)

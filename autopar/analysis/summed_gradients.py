@@ -1,4 +1,4 @@
-"""Which gradients autograd adds up, each in its own kernel: those of a value that several ops use."""
+"""Finds the gradients that autograd adds up, each in a kernel of its own: those of values that several ops use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from autopar.ir.program import Program
 
 
 def with_sums(program: Program, *, sends: bool = False) -> Program:
-    """The program, of which every op knows for which operands its gradient is added to that of later ops (`Op.summed`).
+    """The program with `Op.summed` set: the operands whose gradient is added to the gradient from later ops.
 
-    With `sends` the outputs are sent to the next stage of a pipeline, from which a gradient of each comes first.
+    With `sends`, the outputs are sent to the next pipeline stage, whose gradient of each output arrives first.
     """
     values, ops = program.values, []
     there = {output.value for output in program.outputs} if sends else set[str]()

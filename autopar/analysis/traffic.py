@@ -1,7 +1,7 @@
 """Counts the bytes that kernels read and write from the operators that torch dispatches, on meta tensors.
 
-A view moves nothing, nor does memory that is only allocated. An element is read once, however often a broadcast repeats it.
-A pointwise kernel whose operands are broadcast, or have other strides than its result, computes an address for every element.
+Views and bare allocations move nothing. An element is read once, however often a broadcast repeats it. A pointwise kernel whose
+operands are broadcast, or have other strides than its result, computes an address for every element.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.ir.device import Bytes
 
-# Beginnings of the names of operators that move nothing, and of those that take from a tensor its shape alone.
+# Name prefixes of operators that move nothing, and of operators that use only the shape of a tensor.
 NOTHING = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::lift")
 LIKE = ("aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros", "aten::new_ones", "aten::new_full")
 SHAPE_OF_FIRST = ("aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten::max_pool2d_with_indices_backward")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts bytes by the size of the tensor that they belong to: pairs of bytes and elements; and kernels.
+    """Counts kernels, and the bytes of each tensor that they move, as pairs of bytes and elements.
 
-    Of the kernels that compute addresses, `strided` are the bytes once more, and `computed` how many elements.
+    For kernels that compute addresses, `strided` has the bytes once more, and `computed` the number of elements.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def _tensors(data: object) -> Iterator[torch.Tensor]:
 
 
 def _apart(operands: Iterable[torch.Tensor], result: torch.Tensor) -> bool:
-    """Whether an operand, other than a single number, lies otherwise in memory than the result."""
+    """Whether an operand, other than a scalar, has another shape or other strides than the result."""
     return any(x.dim() and (x.shape != result.shape or x.stride() != result.stride()) for x in operands)
 
 

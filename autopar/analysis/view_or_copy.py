@@ -1,10 +1,10 @@
-"""Which ops that return a view if strides allow it must copy, found by running the program on meta tensors without conversions.
+"""Finds which ops must copy for lack of a view of such strides, by running the program on meta tensors without conversions.
 
     k = transpose(x, 1, 2)             (2, 128, 4, 8) -> (2, 4, 128, 8): a view of x, not contiguous
     e = expand(k, [2, 4, 128, 2, 8])   a view of x
     y = reshape(e, [2, 8, 128, 8])     a copy
 
-Splits change sizes but seldom the order of strides, so global shapes stand for local ones.
+Splits change sizes but seldom the order of strides, so global shapes are used in place of local ones.
 """
 
 from __future__ import annotations

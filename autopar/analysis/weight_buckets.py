@@ -4,11 +4,11 @@
     h.1.ln.weight  h.1.ln.bias  h.1.fc.weight  h.1.fc.bias      one bucket
     ln.weight  ln.bias  head.weight                             one bucket
 
-The weights of a block are one bucket, whatever their size: they are gathered while the block before it computes. Beside what a
-model repeats (`block_names`) blocks are here the children of lists in which two have weights of equal names and shapes, however
-few products they have and in whatever order they run. Outside of blocks, and where only gradients are communicated, weights are
-taken in the order of their first use until a bucket is full: it holds `LIMIT` bytes, or one larger weight, and a little more
-for the biases beside it.
+The weights of a block form one bucket, whatever their size: they are gathered while the block before it computes. In addition
+to the modules that a model repeats (`block_names`), blocks here are the children of lists in which two have weights of equal
+names and shapes, however few products they have and in whatever order they run. Outside of blocks, and if only gradients are
+communicated, weights are taken in the order of first use until a bucket is full: it holds `LIMIT` bytes, or one larger weight,
+plus a little more for the biases beside it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from autopar.analysis.weights import copies, reduce_dtypes
 from autopar.ir.device import Bytes
 from autopar.ir.program import Program, Value, remembered
 
-LIMIT: Bytes = 25 * 2**20  # of whole weights: the bucket of torch's DistributedDataParallel (bucket_cap_mb)
-SPARE = 1 / 64  # of a full bucket, for biases: alone they would cost a latency each
+LIMIT: Bytes = 25 * 2**20  # bytes of whole weights: the bucket size of torch's DistributedDataParallel (bucket_cap_mb)
+SPARE = 1 / 64  # of a full bucket, extra room for biases: alone each would cost a latency
 
 
 @remembered
 def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], ...]:
     """The parameters that ops read, and copies of them in other dtypes, grouped into buckets in the order of first use.
 
-    `moved` if the weights themselves are communicated, not only their gradients.
+    `moved` says whether the weights themselves are communicated, not only their gradients.
     """
     cast, sums = copies(program), reduce_dtypes(program)
     weights = {name: program.values[name] for name in (*(p.value.name for p in program.parameters), *cast)}
@@ -50,7 +50,7 @@ def weight_buckets(program: Program, *, moved: bool) -> tuple[tuple[str, ...], .
 
 
 def _blocks(program: Program) -> Callable[[str], str]:
-    """The block in which an op stands, by its name; empty if there is none."""
+    """The block of an op, by the op's name; empty if there is none."""
     names, lists = block_names(program), set[str]()
     for container, kinds in weights_of_children(program).items():
         if len(set(kinds.values())) < len(kinds):

@@ -1,4 +1,4 @@
-"""Weights of a program: the parameters, views of them, and copies in other dtypes."""
+"""The weights of a program: parameters, views of them, and copies in other dtypes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def weights(program: Program) -> frozenset[str]:
         b = to(w, bfloat16)         b is a copy of w in another dtype
         c = reshape(t, [32])        c is neither: t is not contiguous, so c is a copy in the same dtype
 
-    Once gathered and used they are freed, and gathered or cast again where the backward needs them. Strides are those of
-    unconverted weights: a conversion may change them, and then a copy may be classified as a view.
+    Once gathered and used they are freed, and gathered or cast again if the backward needs them. Strides are those of
+    unconverted weights; if a conversion changes them, a copy may be classified as a view.
     """
     return frozenset(_derived(program))
 
@@ -33,10 +33,10 @@ def copies(program: Program) -> dict[str, str]:
 
 @remembered
 def reduce_dtypes(program: Program) -> dict[str, torch.dtype]:
-    """The dtype in which the gradient of a weight is reduced over devices, for weights where it is not their own.
+    """The dtype in which the gradient of a weight is reduced over devices, for weights where that is not their own dtype.
 
     A bfloat16 copy of a float32 parameter has a bfloat16 gradient, but partial gradients are summed in float32, or in the
-    parameter's `reduce` dtype. The sum is rounded once, as the gradient of such a copy is on one device.
+    parameter's `reduce` dtype. The sum is rounded once, like the gradient of such a copy on a single device.
     """
     found = {}
     for name, (parameter, tensor) in _derived(program).items():
@@ -68,7 +68,7 @@ def views(op: Op) -> bool:
 
 
 def casts(op: Op) -> bool:
-    """Whether an op is a cast to a floating dtype: by its schema it may be a view."""
+    """Whether an op is a cast to a floating dtype, which by its schema may return a view."""
     return op.target == CAST and op.results[0].dtype.is_floating_point
 
 
