@@ -1,4 +1,4 @@
-"""Allocations against enumeration, step by step as the definitions have it, and curves against `autopar.plan`."""
+"""Allocations against step-by-step enumeration by definition, and curves against `autopar.plan`."""
 
 from __future__ import annotations
 

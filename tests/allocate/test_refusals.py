@@ -1,4 +1,4 @@
-"""What no job, cluster or goal can be is an error that says what would do; what a file says is data."""
+"""Invalid jobs, clusters and goals raise errors that name the fix; files are read as data only."""
 
 from __future__ import annotations
 

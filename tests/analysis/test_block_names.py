@@ -1,4 +1,4 @@
-"""Block names: what a model repeats is found however its modules are held, and planned alike."""
+"""Block names: repeated modules are found however a model holds them, and planned the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops leave to fused kernels, beside what Inductor counts of the kernels that it generates for the same module."""
+"""The costs that remain for ops in fused kernels, against the kernels that Inductor generates for the same module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated steps: a loop in `forward` is one step that occurs so often, at no other price than without."""
+"""Repeated steps: a loop in `forward` is planned as one step with a count, at the same price as unrolled."""
 
 from __future__ import annotations
 

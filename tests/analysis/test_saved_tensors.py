@@ -1,4 +1,4 @@
-"""What autograd keeps: known cases, and the whole against a real run on the CPU."""
+"""What autograd keeps: known cases, and totals against a real run on the CPU."""
 
 from __future__ import annotations
 

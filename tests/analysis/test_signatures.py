@@ -1,4 +1,4 @@
-"""Ops of one signature have one sharding: numbers that a signature leaves out decide nothing."""
+"""Ops of one signature have one sharding: numbers that a signature leaves out affect nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions beside published measurements: the way from a row to its error, and the scores."""
+"""Predictions against published measurements: how a row becomes an error, and the scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hub trial: small models from the library's own tables, and a judge that tells wrong numbers."""
+"""The hub trial: small models from the library's own tables, and a check that detects wrong numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trial of libraries: what is not installed is not asked for, and a model that does not run is none of a plan's faults."""
+"""The trial of libraries: missing packages are skipped, and a model that does not run by itself is no fault of a plan."""
 
 from __future__ import annotations
 

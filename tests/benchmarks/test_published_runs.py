@@ -1,4 +1,4 @@
-"""Published runs of three devices, at what their kernels reach: predictions come out near the measurements, and rank them."""
+"""Published runs on three devices, at the efficiency of their kernels: predictions are close, and rank the runs correctly."""
 
 from __future__ import annotations
 

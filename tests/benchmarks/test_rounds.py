@@ -1,4 +1,4 @@
-"""Benchmarks run any number of rounds from one, and refuse others."""
+"""Benchmarks run any number of rounds from one up, and refuse others."""
 
 from __future__ import annotations
 

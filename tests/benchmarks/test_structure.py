@@ -1,4 +1,4 @@
-"""What a stranger asks of the code is answered in at most three files, and a rule is mostly a line of text."""
+"""A newcomer's questions about the code are answered in at most three files, and a rule is mostly one line of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published measurements are read whole, and a row that cannot be is an error that says where."""
+"""Published measurements are read completely, and an invalid row raises an error with its location."""
 
 from __future__ import annotations
 

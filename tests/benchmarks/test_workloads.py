@@ -1,4 +1,4 @@
-"""The models of the benchmark of steps for which no scheme by hand is the best: by price, `auto` is faster than each."""
+"""The benchmark models whose steps no manual scheme serves best: by price, `auto` is faster than every scheme."""
 
 from __future__ import annotations
 

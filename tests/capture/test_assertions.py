@@ -1,4 +1,4 @@
-"""What a model asks of values only to refuse them does not keep it from being captured; what decides anything does."""
+"""Assertions on values do not prevent capture; branches on values that decide anything else do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that forward replaces keep what replaced them, in whatever module and however they are set."""
+"""Buffers that forward replaces keep their new values, in whatever module and however they are assigned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user says that a line of forward asks: taken for granted while it is traced, and compared in every call."""
+"""Answers that the user gives to data-dependent conditions: assumed while tracing, and checked in every call."""
 
 from __future__ import annotations
 

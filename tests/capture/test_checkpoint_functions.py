@@ -1,4 +1,4 @@
-"""A repository's own CheckpointFunction is no more than a call of what it runs, and one that does something else is refused."""
+"""A repository's own CheckpointFunction counts as a call of the function that it runs; if it does more, it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions in attributes that know the model's modules by themselves compute with those of the copy."""
+"""Functions in attributes that close over the model's modules compute with the modules of the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are not in a module, but in globals of a file or in closures, are literals if nothing changes them."""
+"""Tensors outside of modules, in globals of a file or in closures, are literals if nothing changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that forward makes on the CPU, of numbers or by operators, as a module that is trained there may."""
+"""Tensors that forward creates on the CPU, from numbers or by operators, as a module trained there may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `autograd.Function` is traced where its gradient is autograd's of its forward, and an operator where it is another."""
+"""An `autograd.Function` is traced if autograd would derive the same gradient from its forward; otherwise it is an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of integers, or of one number, that decide a size or a branch: values are known, and must stay what they were."""
+"""Integer or single-element buffers that decide a size or a branch: their values are known, and must not change later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts as people write them, a loop over experts: captured where a graph without branches computes the same."""
+"""Mixtures of experts written as loops over experts: captured if a graph without branches computes the same."""
 
 from __future__ import annotations
 

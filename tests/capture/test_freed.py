@@ -1,4 +1,4 @@
-"""What is captured keeps nothing of the user's module alive: its tensors are as much memory as a rank has of them again."""
+"""A capture keeps nothing of the user's module alive; its tensors would take as much memory as a rank's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where forward stops gradients the program does, and where a graph cannot say it, that is refused."""
+"""Where forward stops gradients, the program does too; where a graph cannot express that, it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing leaves torch as it was, in other threads and after every error too."""
+"""Tracing leaves torch unchanged, in other threads and after every error too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that modules hold in attributes, containers and objects are buffers of the program, and none is frozen or lost."""
+"""Tensors that modules hold in attributes, containers and objects become buffers of the program; none is frozen or lost."""
 
 from __future__ import annotations
 

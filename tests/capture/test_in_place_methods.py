@@ -1,4 +1,4 @@
-"""Every method of a tensor that writes into it computes what it does in eager mode."""
+"""Every in-place method of a tensor computes what it does in eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mask selects that sizes decide has a shape: it is taken by its places."""
+"""A selection by a mask that sizes decide has a static shape: it is taken by index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches on numbers that sizes decide are none; those on what is given, drawn or written are refused."""
+"""Branches on numbers that sizes decide are resolved; branches on inputs, random numbers or written values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the program says of names, gradients, regions, and writes in place."""
+"""Names, gradients, regions and in-place writes in the lowered program."""
 
 from __future__ import annotations
 

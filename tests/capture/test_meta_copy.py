@@ -1,4 +1,4 @@
-"""The copy that is traced, and what a program knows of the weights."""
+"""The traced copy of a model, and what a program records about the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second call of forward is the program of the first, wherever Python keeps something between them; nothing stays behind."""
+"""A second call of forward gives the first one's program, wherever Python keeps state in between; nothing is left behind."""
 
 from __future__ import annotations
 

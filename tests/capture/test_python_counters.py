@@ -1,4 +1,4 @@
-"""Counters that forward keeps in Python, wherever they are, are no constants of a graph."""
+"""Counters that forward keeps in Python, wherever they are, do not become constants of a graph."""
 
 from __future__ import annotations
 

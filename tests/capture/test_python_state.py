@@ -1,4 +1,4 @@
-"""What Python code keeps between calls is not frozen into a program without a word."""
+"""State that Python code keeps between calls is not silently frozen into a program."""
 
 from __future__ import annotations
 

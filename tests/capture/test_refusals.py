@@ -1,4 +1,4 @@
-"""Every model that cannot be captured is refused by an error that says what, where, and the way out."""
+"""Every model that cannot be captured is refused by an error that says what, where, and how to fix it."""
 
 from __future__ import annotations
 

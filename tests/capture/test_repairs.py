@@ -1,4 +1,4 @@
-"""A tensor that is repaired under a condition on values is a `where`, with equal numbers whether it holds or not."""
+"""A tensor repaired under a condition on values becomes a `where`, with equal numbers whether the condition holds or not."""
 
 from __future__ import annotations
 

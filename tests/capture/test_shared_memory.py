@@ -1,4 +1,4 @@
-"""Tensors that lie in the memory of others: refused where one of them changes, as each is one for itself in a graph."""
+"""Tensors that share memory with others are refused if one of them changes, because in a graph each is separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How calls are bound and results rebuilt."""
+"""How calls are bound to the signature and results are rebuilt."""
 
 from __future__ import annotations
 

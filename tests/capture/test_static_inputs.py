@@ -1,4 +1,4 @@
-"""Inputs that are sizes: their values are constants of the graph, and a call with others is refused."""
+"""Inputs that are sizes: their values are constants of the graph, and a call with other values is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`as_strided` is read from its operand's dims, however its operand lies in memory under a plan."""
+"""`as_strided` is interpreted by its operand's dims, whatever the operand's memory layout under a plan."""
 
 from __future__ import annotations
 

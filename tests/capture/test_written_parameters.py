@@ -1,4 +1,4 @@
-"""Frozen parameters that forward writes are kept as buffers are; what autograd would not see of a write is refused."""
+"""Frozen parameters that forward writes are kept like buffers; writes that autograd would not see are refused."""
 
 from __future__ import annotations
 

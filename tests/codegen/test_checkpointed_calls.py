@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` around a parallel module: its second run draws what the first drew."""
+"""`torch.utils.checkpoint` around a parallel module: the second run draws the same numbers as the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.compile(parallel)`, from the first call on, has the losses and gradients of the module that runs eagerly."""
+"""`torch.compile(parallel)` gives the losses and gradients of the eager module, from the first call on."""
 
 from __future__ import annotations
 

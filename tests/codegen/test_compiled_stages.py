@@ -1,4 +1,4 @@
-"""`parallel.compile()` of pipeline stages: the numbers of stages that run eagerly, and each stage's program as one graph."""
+"""`parallel.compile()` of pipeline stages: the numbers of eager stages, and one graph for each stage's program."""
 
 from __future__ import annotations
 

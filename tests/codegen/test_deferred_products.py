@@ -1,4 +1,4 @@
-"""Gradients of weights that a schedule defers: what I and W compute, by torch's own counter, and what they are priced."""
+"""Weight gradients that a schedule defers: what I and W compute, by torch's own counter, and how they are priced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The printed plan and the emitted code of one GPT-2 layer under Megatron's scheme, as a reader sees them."""
+"""Golden texts of the plan and the emitted code for one GPT-2 layer under Megatron's scheme."""
 
 from __future__ import annotations
 

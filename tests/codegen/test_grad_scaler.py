@@ -1,4 +1,4 @@
-"""fp16 with a loss scale: the numbers of torch's autocast, and ranks that all skip a step or none does."""
+"""fp16 with a loss scale: the numbers of torch's autocast, and steps that either all ranks skip or none."""
 
 from __future__ import annotations
 

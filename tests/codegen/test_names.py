@@ -1,4 +1,4 @@
-"""Names are data: none is executed, none breaks what is emitted or printed, and names that Python takes for one stay apart."""
+"""Names are data: none is executed or breaks emitted or printed text, and names that Python considers equal stay distinct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parallel module is used like the original: its state, its modes, its random numbers, its errors."""
+"""A parallel module is used like the original: state, modes, random numbers, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in pipeline stages on gloo processes: the numbers of the library's own module, the plan's messages, one error."""
+"""Models in pipeline stages on gloo processes: the numbers of the original module, the plan's messages, a single error."""
 
 from __future__ import annotations
 

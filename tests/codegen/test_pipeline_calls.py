@@ -1,4 +1,4 @@
-"""Calls of a pipeline with gradients: `parallel(**batch)["loss"].backward()` has the numbers of the user's own loop."""
+"""Pipeline calls with gradients: `parallel(**batch)["loss"].backward()` gives the numbers of the user's own loop."""
 
 from __future__ import annotations
 

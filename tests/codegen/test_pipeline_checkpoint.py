@@ -1,4 +1,4 @@
-"""Checkpoints and initial values of models in stages: equal under other numbers of stages, in none, and on other meshes."""
+"""Checkpoints and initial values of models in stages: equal with another number of stages, without stages, on other meshes."""
 
 from __future__ import annotations
 

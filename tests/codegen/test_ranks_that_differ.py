@@ -1,4 +1,4 @@
-"""Ranks that do not make the same call: every rank raises an error that names the ranks and what differs, and none hangs."""
+"""Ranks that make different calls: every rank raises an error that names the ranks and the difference, and none hangs."""
 
 from __future__ import annotations
 

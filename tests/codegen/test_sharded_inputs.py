@@ -1,4 +1,4 @@
-"""A rank gives its own part of the batch: equal numbers with the whole batch, and errors for what is no part of it."""
+"""A rank passes its own part of the batch: the numbers of the whole batch, and errors for anything that is not a part of it."""
 
 from __future__ import annotations
 

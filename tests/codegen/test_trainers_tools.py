@@ -1,4 +1,4 @@
-"""What training scripts do around a module works on a parallel one, with the numbers of the sequential model."""
+"""Tools that training scripts apply to a module work on a parallel one, with the numbers of the sequential model."""
 
 from __future__ import annotations
 

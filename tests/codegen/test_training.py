@@ -1,4 +1,4 @@
-"""Training goes the sequential way: optimizer steps in float64, and checkpoints that move between meshes."""
+"""Training matches the sequential model: optimizer steps in float64, and checkpoints that move between meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between training and evaluation follows the module's mode, whichever operator it stands in.
+"""Differences between training and evaluation follow the module's mode, for every operator that has them.
 
 Where only flags differ that the emitted code switches, one graph serves both modes; else evaluation has a plan of its own.
 """

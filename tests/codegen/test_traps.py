@@ -1,4 +1,4 @@
-"""Mistakes that planners of this kind have made, each shut out by a test.
+"""Mistakes that planners of this kind have made, each ruled out by a test.
 
 A plan worse than a scheme that has a name is looked for in `test_schemes.py`.
 """

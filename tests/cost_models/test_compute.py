@@ -1,4 +1,4 @@
-"""Identities of the roofline; what kernels reach of it has tests of its own, in `test_kernels.py`."""
+"""Identities of the roofline; `test_kernels.py` tests the efficiency of kernels."""
 
 from __future__ import annotations
 

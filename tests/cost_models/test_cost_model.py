@@ -1,4 +1,4 @@
-"""The laws of cost models, and that a user's own one decides the plan."""
+"""The laws of cost models; a user's own cost model decides the plan."""
 
 from __future__ import annotations
 

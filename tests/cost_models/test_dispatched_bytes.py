@@ -1,4 +1,4 @@
-"""Bytes that plans price beside those that torch's dispatcher sees while the user's own module takes a step."""
+"""Bytes that plans price, against the bytes that torch's dispatcher sees in a step of the user's own module."""
 
 from __future__ import annotations
 

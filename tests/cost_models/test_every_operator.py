@@ -1,4 +1,4 @@
-"""Every operator of the rule table has a price, and it is known what autograd keeps of it."""
+"""Every operator of the rule table has a price, and its saved tensors are known."""
 
 from __future__ import annotations
 

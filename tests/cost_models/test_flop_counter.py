@@ -1,4 +1,4 @@
-"""Floating-point operations as torch counts them: `torch.utils.flop_counter` is the judge of what rows say.
+"""Floating-point operations of rows, against `torch.utils.flop_counter`.
 
 torch does not count what it decomposes into no matrix product of its own (mv, dot, addbmm, bilinear): these are held against a
 product of another spelling in `test_spellings.py`.

@@ -1,4 +1,4 @@
-"""What is computed again, counted in operations: as many as the plan says."""
+"""Recomputed operations, counted: as many as the plan says."""
 
 from __future__ import annotations
 

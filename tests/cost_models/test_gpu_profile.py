@@ -1,4 +1,4 @@
-"""A GPU's profile without a GPU: the kernels that it times, and the device that injected times make."""
+"""A GPU's profile without a GPU: the kernels that it times, and the device that follows from injected timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of kernels' prices, and the microbenchmarks that judge them."""
+"""Laws of kernel prices, and the microbenchmarks that check them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL's law: closed forms, what must never be slower than what, and published measurements."""
+"""The NCCL model: closed forms, orderings that must hold, and published measurements."""
 
 from __future__ import annotations
 

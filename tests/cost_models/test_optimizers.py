@@ -1,4 +1,4 @@
-"""What optimizers cost, against torch's own where torch has them."""
+"""Costs of optimizers, against torch's own optimizers where they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One product costs the same however it is spelt."""
+"""A product costs the same however it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans on a GPU compute what the user's own module computes there: run where there is one, `python -m pytest tests/cuda`."""
+"""Plans on a GPU compute what the user's own module computes there; needs a GPU: `python -m pytest tests/cuda`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks share a GPU, joined by gloo, which sums what is on it: data parallelism (to scatter weights ends a process)."""
+"""Several ranks share a GPU, joined by gloo, which can sum there: data parallelism (scattering weights kills a process)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code in the documentation runs, and prints what the page says it prints.
+"""Code in the documentation runs, and prints what the page says it prints.
 
 The Python blocks of a page run in order, in one namespace and an empty folder. A block that begins with `# name.py` is written
 to that file instead, for the blocks and commands after it. Commands in `console` blocks run too. What an `output` block or the

@@ -1,4 +1,4 @@
-"""What the documentation refers to exists: pages, headings, files, modules, functions and fields."""
+"""References in the documentation exist: pages, headings, files, modules, functions and fields."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A training that is started again sees the batches that it would have seen, whatever its loader draws from; parameters that
-take no part have no state in the optimizer."""
+"""A restarted training sees the batches that it would have seen, whatever its loader draws from; unused parameters have no
+optimizer state."""
 
 from __future__ import annotations
 

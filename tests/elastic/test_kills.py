@@ -1,4 +1,4 @@
-"""Processes are killed at random moments and others go on: no step is lost beyond the promise, and no loss is another one."""
+"""Processes are killed at random and others take over: no more steps are lost than promised, and losses are unchanged."""
 
 from __future__ import annotations
 

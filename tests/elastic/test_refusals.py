@@ -1,4 +1,4 @@
-"""What an elastic run refuses, and with which words; a damaged checkpoint is an error, and a hostile one is not run."""
+"""What an elastic run refuses, and its messages; a damaged checkpoint is an error, and a hostile one is not executed."""
 
 from __future__ import annotations
 

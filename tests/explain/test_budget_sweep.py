@@ -1,4 +1,4 @@
-"""The budget sweep is printed row by row, and a plan within a smaller budget counts for larger ones."""
+"""The budget sweep is printed row by row, and a plan within a smaller budget also counts for larger ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of plan costs: what is worse fails and says why, what is better is told, what cannot be compared is refused."""
+"""The check of plan costs: a regression fails with its reason, an improvement is reported, incomparable plans are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the command line that say nothing together are refused; none is left out in silence."""
+"""Command line options that make no sense together are refused; none is silently ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar` and `python -m autopar`: what commands there are, and that each is run."""
+"""`autopar` and `python -m autopar`: the commands that exist, and that each is dispatched."""
 
 from __future__ import annotations
 

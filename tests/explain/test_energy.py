@@ -1,4 +1,4 @@
-"""Energy of a plan: what boards and links take, by hand; the number of devices that is best by time, energy and cost."""
+"""Energy of a plan: power of boards and links, computed by hand; the best number of devices by time, energy and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole explanation of a GPT-2 on (2, 4), and the answers to why and why not, as a reader sees them."""
+"""Golden texts: the full explanation of a GPT-2 on (2, 4), and the answers to why and why not."""
 
 from __future__ import annotations
 

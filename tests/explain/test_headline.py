@@ -1,4 +1,4 @@
-"""A plan in a sentence: named strategies are called by their names, and what is called idle can be left out."""
+"""A plan in one sentence: named strategies are called by name, and idle axes may be left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences of the page: what they say is in the plan, and in those made beside it."""
+"""Sentences of the HTML page agree with the plan and with the alternative plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as a page, read with an HTML parser: what it holds, what it escapes, and that it refers to nothing outside."""
+"""The report page, read with an HTML parser: its contents, its escaping, and no references to the outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory over the step: its purposes add up to the curve that plans are held to, at every moment."""
+"""Memory over the step: at every moment the purposes add up to the curve that is checked against the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in runs of pytest within this one."""
+"""The pytest plugin, in pytest runs within this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaling: each row is the plan that a user gets on that mesh, and the fewest devices in time are found."""
+"""Scaling: each row is the plan that a user gets on that mesh; the fewest devices that meet a time are found."""
 
 from __future__ import annotations
 

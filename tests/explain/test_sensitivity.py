@@ -1,4 +1,4 @@
-"""What a plan loses at other prices is what planning with such links says, and is found where one layout turns into another."""
+"""The loss of a plan at other prices equals that of planning with such links; break-even points between layouts are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m autopar.explain` says of plans in pipeline stages: the report, questions, the trace, files, baselines."""
+"""`python -m autopar.explain` on plans in pipeline stages: the report, questions, the trace, files, baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of a long step: drawn as few intervals, which stay in their stream and lose neither seconds nor bytes."""
+"""Streams of a long step are drawn with few intervals, which stay in their stream and lose neither seconds nor bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why and why not: marginal prices that add up, and forced layouts that are met."""
+"""Why and why not: marginal prices that add up, and forced layouts that are satisfied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixed charges: messages that weights share are paid once, those that they cannot share by each."""
+"""Fixed charges: a message that weights share is paid once, others once per weight."""
 
 from __future__ import annotations
 

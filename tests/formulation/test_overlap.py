@@ -1,4 +1,4 @@
-"""Overlap: the integer program and the step that its solution stands for obey one law, whose ends have closed forms."""
+"""Overlap: the integer program and the step of its solution obey one law, whose extremes have closed forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step's seconds: the objective, the events of the schedule, the plan's total and its breakdown say the same."""
+"""The step's seconds agree in the objective, the events of the schedule, the plan's total and its breakdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fuzzing found, as it was found."""
+"""Regressions found by fuzzing, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixed sample of fuzzing, and proof that it would notice: `make fuzz` draws more."""
+"""A fixed sample of fuzzing, and proof that it detects faults; `make fuzz` draws more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library's loop over a parallel module: prepared modules, loaders and optimizers, saved and loaded."""
+"""Accelerate's loop over a parallel module: prepared modules, loaders and optimizers, saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of peft that are switched off after a model was made parallel."""
+"""peft adapters that are disabled after a model was made parallel."""
 
 from __future__ import annotations
 

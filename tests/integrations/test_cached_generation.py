@@ -1,4 +1,4 @@
-"""Generation with a planned cache: prefill and decode over one set of stored tensors give the tokens of the whole model."""
+"""Generation with a planned cache: prefill and decode share one set of stored tensors and give the original model's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training's checkpoint that is damaged, hostile or of another training: an error that says so, and nothing in it is run."""
+"""Training checkpoints that are damaged, hostile or from another training: a clear error, and nothing in them is executed."""
 
 from __future__ import annotations
 

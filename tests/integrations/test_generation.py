@@ -1,4 +1,4 @@
-"""`generate` over a parallel module gives the tokens of the whole model."""
+"""`generate` over a parallel module gives the tokens of the original model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over a parallel module: the losses of a loop on one process, also behind a checkpoint."""
+"""Lightning's Trainer over a parallel module: the losses of a loop on one process, also after a checkpoint."""
 
 from __future__ import annotations
 

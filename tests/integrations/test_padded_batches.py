@@ -1,4 +1,4 @@
-"""The Trainer on batches that collators pad: ranks load samples of other lengths, and train as one process does."""
+"""The Trainer on batches padded by collators: ranks load samples of different lengths, and train as one process does."""
 
 from __future__ import annotations
 

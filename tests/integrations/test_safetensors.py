@@ -1,4 +1,4 @@
-"""Weights from safetensors files: every rank's parts are those of the whole tensors, which no rank reads."""
+"""Weights from safetensors files: every rank reads its parts of the tensors, and never a whole one."""
 
 from __future__ import annotations
 

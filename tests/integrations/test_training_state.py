@@ -1,4 +1,4 @@
-"""A run that is stopped within an epoch and resumed at a step has the losses that it would have had."""
+"""A run stopped within an epoch and resumed at a step has the losses of an uninterrupted one."""
 
 from __future__ import annotations
 

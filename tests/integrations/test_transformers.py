@@ -1,4 +1,4 @@
-"""The library's Trainer over parallel modules: its losses are those of the library's own on one process."""
+"""The transformers Trainer over parallel modules has the losses of the same Trainer on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions on simulated ranks: the value stays the same, and the gradient's way back is the transpose of the value's way."""
+"""Conversions on simulated ranks: the value is unchanged, and the gradient's conversion is the transpose of the value's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: their text, their parts, and the whole made of the parts again."""
+"""Layouts: their text, their parts, and the whole reassembled from the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets that bind a little: plans keep them when they run, and none is refused that a narrower recompute policy keeps."""
+"""Slightly binding budgets: plans keep them when they run, and none is refused that a narrower recompute policy would keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on the disk: run on a CPU that stands for a device, whose disk is a folder of this machine."""
+"""Weights on the disk, run on a CPU in place of a device, with a local folder as its disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a pipeline stage with several micro-batches in flight: of all that each holds of its own."""
+"""The memory of a pipeline stage with several micro-batches in flight, each with tensors of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in the host's memory: run on a CPU that stands for a device, whose host is another memory of the same machine."""
+"""Weights in host memory, run on a CPU in place of a device, with separate memory of the same machine as its host."""
 
 from __future__ import annotations
 

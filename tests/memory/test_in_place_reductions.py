@@ -1,4 +1,4 @@
-"""All-reduces of tensor parallelism write to the tensor that they are given where nothing else knows it, and only there."""
+"""All-reduces of tensor parallelism write to their input if nothing else needs it, and only then."""
 
 from __future__ import annotations
 

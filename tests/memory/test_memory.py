@@ -1,4 +1,4 @@
-"""Memory: the walk and its rows say the same, and what the solver returns fits."""
+"""Memory: the liveness walk and its rows agree, and the solver's plans fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's peak memory is what its ranks have at most in a real step: counted on gloo processes, in float32, with dropout."""
+"""A plan's peak memory equals the peak of its ranks in a real step: counted on gloo processes, in float32, with dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers of weights are issued a block ahead, whatever axes they go over."""
+"""Gathers of weights are issued a block ahead, over whatever axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds, action by action, beside a log of allocations: each has a name, and is made and freed."""
+"""The memory of a pipeline rank, action by action, against a log of allocations: each is named, allocated and freed."""
 
 from __future__ import annotations
 

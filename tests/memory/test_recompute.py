@@ -1,4 +1,4 @@
-"""Plans that make things again: nothing runs that they do not say, the memory is gone, and the numbers stay."""
+"""Plans that recompute: they run exactly what they say, the memory is freed, and the numbers are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation by name holds and repeats what `torch.utils.checkpoint` does around the blocks of the user's own model."""
+"""Named recompute policies keep and repeat what `torch.utils.checkpoint` does around the blocks of the user's own model."""
 
 from __future__ import annotations
 

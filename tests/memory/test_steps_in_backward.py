@@ -1,4 +1,4 @@
-"""Optimizer steps beside the backward, of what the host or the disk stores."""
+"""Optimizer steps during the backward, for weights stored on the host or the disk."""
 
 from __future__ import annotations
 

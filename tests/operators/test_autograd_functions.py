@@ -1,4 +1,4 @@
-"""An `autograd.Function` whose gradient is its own is an operator: planned by a rule that was found, run and verified."""
+"""An `autograd.Function` with its own gradient is an operator: planned by a discovered rule, run and verified."""
 
 from __future__ import annotations
 

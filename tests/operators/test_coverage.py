@@ -1,4 +1,4 @@
-"""How much of ATen the table covers, and that the page about it is up to date."""
+"""How much of ATen the table covers; the page about it is up to date."""
 
 from __future__ import annotations
 

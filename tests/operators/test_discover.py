@@ -1,4 +1,4 @@
-"""Rules that are found by running an operator: those of the table, and those of operators that it does not know."""
+"""Rules discovered by running an operator: those of the table, and rules of unknown operators."""
 
 from __future__ import annotations
 

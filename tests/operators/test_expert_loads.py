@@ -1,4 +1,4 @@
-"""What uneven experts cost: the fullest rank and the rows that change ranks, beside experts whose loads are drawn."""
+"""The cost of uneven experts: the fullest rank and the rows that change ranks, against experts with random loads."""
 
 from __future__ import annotations
 

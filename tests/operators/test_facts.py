@@ -1,4 +1,4 @@
-"""What rows say beside how an operator splits, held against what torch does."""
+"""Facts in rows other than how an operator splits, against torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules say of the operators of real models, and the walk that finds the factors of a view."""
+"""Rules fitted to the operators of real models, and the walk that finds the factors of a view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of rules on every distributed form: its ranks run at once, as threads; forms that are wrong are caught."""
+"""The law of rules on every distributed form, with its ranks run concurrently as threads; wrong forms are caught."""
 
 from __future__ import annotations
 

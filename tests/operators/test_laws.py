@@ -1,4 +1,4 @@
-"""The law of rules on every operator of the table; rules that are wrong are caught."""
+"""The law of rules on every operator of the table; wrong rules are caught."""
 
 from __future__ import annotations
 

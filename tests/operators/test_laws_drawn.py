@@ -1,4 +1,4 @@
-"""The law of rules on drawn calls: shapes, dtypes and arguments that nobody thought of."""
+"""The law of rules on random calls: shapes, dtypes and arguments that nobody thought of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notation: what is read is printed again, and what cannot be read says where."""
+"""The notation: rules survive parsing and printing, and errors say where a rule cannot be parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with operators of the user's own: captured, planned, run in parallel and verified."""
+"""Models with custom operators: captured, planned, run in parallel and verified."""
 
 from __future__ import annotations
 

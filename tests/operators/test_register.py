@@ -1,4 +1,4 @@
-"""Rules of the user's: checked on a call, registered, refused."""
+"""User-defined rules: checked on a call, registered, refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that were made wrong at random are caught by the law."""
+"""Rules corrupted at random are caught by the law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gathered` makes gathers of indices by coordinates, gives the same numbers, and leaves the batch to be split."""
+"""`gathered` turns indexing by coordinates into gathers, with the same numbers, so that the batch can be split."""
 
 from __future__ import annotations
 

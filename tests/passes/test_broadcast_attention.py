@@ -1,4 +1,4 @@
-"""`expanded` expands what attention broadcasts, `grouped` groups the heads that it repeats; both give the same numbers."""
+"""`expanded` expands operands that attention broadcasts, `grouped` groups heads that it repeats; numbers are unchanged."""
 
 from __future__ import annotations
 

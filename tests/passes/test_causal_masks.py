@@ -1,4 +1,4 @@
-"""`causal` says what masks do."""
+"""`causal` recognises what masks do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dead` drops what nothing needs."""
+"""`dead` removes unused ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache is written where it lies, but for uses of what it held before and for what is kept of it."""
+"""A cache is written in place, except where its old contents are read or part of it is kept."""
 
 from __future__ import annotations
 

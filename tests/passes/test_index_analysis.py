@@ -1,4 +1,4 @@
-"""Facts hold: at every coordinate, a value is what its fact says."""
+"""Facts hold: at every coordinate a value is what its fact says."""
 
 from __future__ import annotations
 

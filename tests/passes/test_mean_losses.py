@@ -1,4 +1,4 @@
-"""`means` divides sums, and gives the same numbers."""
+"""`means` turns means into divided sums, with the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of a micro-batch's program together are the program of the whole batch, in value and gradient; or there are none."""
+"""The runs of a micro-batch's program add up to the program of the whole batch, in value and gradient; or there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the place of draws is split as they are, and is what they might have drawn."""
+"""Replacements for random numbers are split like the draws, and are possible draws."""
 
 from __future__ import annotations
 

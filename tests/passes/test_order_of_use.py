@@ -1,4 +1,4 @@
-"""Programs do not depend on the order in which a process goes through a set of words."""
+"""Programs do not depend on a process's iteration order of string sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A padded program computes what the program does: values, and the gradients of true parameters."""
+"""A padded program computes the original program: values, and the gradients of unpadded parameters."""
 
 from __future__ import annotations
 

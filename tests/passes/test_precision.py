@@ -1,4 +1,4 @@
-"""`mixed` casts as autocast does, each thing once, and leaves alone what is not the model's numbers."""
+"""`mixed` casts as autocast does, each value once, and leaves alone numbers that are not the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simplify` says the same in one way."""
+"""`simplify` gives equivalent programs one form."""
 
 from __future__ import annotations
 

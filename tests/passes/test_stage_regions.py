@@ -1,4 +1,4 @@
-"""Where stages may begin: at blocks, within them where no more is sent, and where a module runs again."""
+"""Where stages may begin: at blocks, within blocks if no more is sent, and where a module runs again."""
 
 from __future__ import annotations
 

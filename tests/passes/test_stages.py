@@ -1,4 +1,4 @@
-"""Stages in sequence are the program, in value and gradient; what crosses a cut, what is made again, what is shared."""
+"""Stages in sequence equal the program, in value and gradient; values that cross a cut, are recomputed, or are shared."""
 
 from __future__ import annotations
 

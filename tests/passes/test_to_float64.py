@@ -1,4 +1,4 @@
-"""`promote` and `without_dropout` keep names and change numbers only."""
+"""`promote` and `without_dropout` keep names and change only numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock: published formulas exactly, a simulation by events on any order, bounds from both sides."""
+"""The clock: published formulas exactly, an event simulation in any order, bounds from both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts that moves improve: against the enumeration of all cuts, and by critical paths that are those of the clock."""
+"""Cuts improved by moves: against the enumeration of all cuts; critical paths agree with the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts by which ranks have about equal work: against all cuts of small programs."""
+"""Cuts that give ranks about equal work, against all cuts of small programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: torch's own, action by action; what is written is read; what is no step is refused."""
+"""Pipeline schedules: torch's own, action by action; printed schedules parse again; invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which regions each stage has: always the best of all partitions, and proven only where it is."""
+"""The regions of each stage: always the best of all partitions, and proven only if it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages in a schedule: torch's, in an order in which nobody waits forever."""
+"""Messages in a schedule: those of torch, in an order in which no rank waits forever."""
 
 from __future__ import annotations
 

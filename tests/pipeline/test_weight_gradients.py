@@ -1,4 +1,4 @@
-"""Gradients of weights where ranks would wait: against every order of them, and the schedule as it has a name."""
+"""Weight gradients placed where ranks would wait, against every order of them and against the named schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evidence of a plan: its seconds and its bytes add up, and it says in words what the plan does."""
+"""The evidence of a plan: its seconds and bytes add up, and its sentences describe what the plan does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of a plan or a baseline is data from elsewhere: whatever is wrong with it is refused at once, in our own words."""
+"""A plan or baseline file is untrusted data: any fault is refused at once, with a message of our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A declaration is a mesh, a strategy and options that exist; what does not fit is refused with what would."""
+"""A declaration names an existing mesh, strategy and options; anything else is refused with what would fit."""
 
 from __future__ import annotations
 

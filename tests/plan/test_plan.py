@@ -1,4 +1,4 @@
-"""Plans as data: text that loses nothing, prints, and denotes the decisions that it was made from."""
+"""Plans as data: text without loss, printed, equal to the decisions that it was made from."""
 
 from __future__ import annotations
 

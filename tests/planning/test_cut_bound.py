@@ -1,4 +1,4 @@
-"""The bound of a schedule over all cuts: held against the exact clock of stages that nobody chose well, and reached by some."""
+"""The bound of a schedule over all cuts, against the exact clock for arbitrary stages; some reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample is refused for its dtypes where torch refuses it, and nowhere else: torch runs every case beside."""
+"""A sample is refused for its dtypes exactly where torch refuses it: torch runs every case too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that vary: a plan made for one batch runs on others, with the numbers of the sequential model."""
+"""Dynamic sizes: a plan made for one batch runs on others, with the numbers of the sequential model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that vary in pipeline stages: a plan made for one batch runs on others, with the numbers of the sequential model."""
+"""Dynamic sizes in pipeline stages: a plan made for one batch runs on others, with the numbers of the sequential model."""
 
 from __future__ import annotations
 

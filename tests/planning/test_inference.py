@@ -1,4 +1,4 @@
-"""mode="inference": a forward alone, with the numbers, the memory and the sizes of the model in eval() under no_grad."""
+"""mode="inference": only a forward, with the numbers, memory and sizes of the model in eval() under no_grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes whose shape is searched: enumeration is the judge, of every mesh of so many devices, planned as a user would."""
+"""The search for a mesh shape, against planning every mesh of as many devices as a user would."""
 
 from __future__ import annotations
 

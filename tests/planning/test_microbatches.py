@@ -1,4 +1,4 @@
-"""Steps of several micro-batches: the numbers of the whole batch, the price of what is sent once, and how many are best."""
+"""Steps of several micro-batches: the numbers of the whole batch, one price for messages sent once, and how many are best."""
 
 from __future__ import annotations
 

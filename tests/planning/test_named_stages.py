@@ -1,4 +1,4 @@
-"""Where stages begin: between layers that no container holds, and at any module that is named."""
+"""Where stages begin: between layers outside of any container, and at any named module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dims that the mesh does not divide, in whole plans: padded inside, true for whoever looks from outside."""
+"""Dims that the mesh does not divide, in whole plans: padded inside, with true sizes from outside."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is proven of plans in stages: the bound of a step, held against every cut; stages within a budget, against the search
-with all micro-batches in flight in the rows of its memory."""
+"""Proofs for plans in stages: the bound of a step, against every cut; stages within a budget, against the search with all
+micro-batches in flight in the rows of its memory."""
 
 from __future__ import annotations
 

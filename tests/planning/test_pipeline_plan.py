@@ -1,4 +1,4 @@
-"""Plans with a pipeline: what they hold, how they print and are saved, and every error of their options."""
+"""Plans with a pipeline: their contents, printing and saving, and every error of their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines as part of the search: enumeration is the judge, by forcing every one that could have been chosen."""
+"""Pipelines as part of the search, against enumeration that forces every possible choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that are kept in a folder: found again for the same program, mesh and options, and for nothing else."""
+"""Plans cached in a folder: found again for the same program, mesh and options, and for nothing else."""
 
 from __future__ import annotations
 

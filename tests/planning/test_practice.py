@@ -1,6 +1,6 @@
-"""What practitioners know comes out of the prices: FSDP where batches are long, tensor parallelism with the sequence split
-where there is less than one sequence for a device, shards, not weights, across the network, and splits that move between the
-axes of an alignment.
+"""Prices reproduce what practitioners know: FSDP for long batches, tensor parallelism with the sequence split when there is
+less than one sequence per device, shards instead of weights across the network, and splits that move between the axes of an
+alignment.
 
 The tables of `benchmarks/measured` have such runs: 7B models under FSDP on one to sixteen nodes of A100 (mpt.csv, titan.csv).
 The last is dynamic axial parallelism (S. Cheng et al., "FastFold", 2022), which trains AlphaFold with one protein a step.

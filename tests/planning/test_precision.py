@@ -1,4 +1,4 @@
-"""Precision: what is cast, what travels, and that numbers stay those of the same casts done on one device."""
+"""Precision: what is cast, what is communicated, and numbers equal to the same casts on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every bad input is refused by an error that says what is wrong, with the values, and the way out."""
+"""Every bad input is refused by an error that says what is wrong, with the values, and how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What regions take by what stages take: regions that are alike take the same, and stages what they took."""
+"""Seconds of regions estimated from seconds of stages: equal regions take the same, and stages keep their totals."""
 
 from __future__ import annotations
 

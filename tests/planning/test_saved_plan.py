@@ -1,4 +1,4 @@
-"""A plan that was saved answers as it did when it was made: the judge is the explanation of the plan just solved."""
+"""A saved plan gives the same answers as when it was made, compared with the explanation of the freshly solved plan."""
 
 from __future__ import annotations
 

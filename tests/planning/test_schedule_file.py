@@ -1,4 +1,4 @@
-"""Pipeline schedules from files: planned as they are, and refused, with what would do, where they are none."""
+"""Pipeline schedules from files: planned unchanged, or refused with the way out if they are invalid."""
 
 from __future__ import annotations
 

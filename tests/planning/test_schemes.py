@@ -1,4 +1,4 @@
-"""The schemes that have a name are found when they are best, and their collectives are those of the textbooks."""
+"""Named schemes are found when they are best, and have the textbook collectives."""
 
 from __future__ import annotations
 

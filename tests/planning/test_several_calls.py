@@ -1,4 +1,4 @@
-"""Several calls of one model, each planned over the parameters of the first, train them as the sequential model is trained."""
+"""Several calls of one model, each planned over the parameters of the first, train them like the sequential model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensor modes of a declaration: what a layer sends is what their papers say, and no mode is priced below the search."""
+"""The tensor modes of a declaration: layers send what the papers say, and no mode is priced below the search."""
 
 from __future__ import annotations
 

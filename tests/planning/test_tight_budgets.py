@@ -1,4 +1,4 @@
-"""Within budgets that few plans fit into, a larger one is no reason for a slower plan."""
+"""With budgets that few plans fit, a larger budget never makes the plan slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`time_limit`: what a plan is when its search is cut short; and Ctrl-C while a model is planned."""
+"""`time_limit`: the plan when its search is cut short; and Ctrl-C during planning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of one bucket are converted as each alone, forward and backward, in one collective."""
+"""Weights of one bucket are converted like each alone, forward and backward, in one collective."""
 
 from __future__ import annotations
 

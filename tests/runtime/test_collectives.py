@@ -1,4 +1,4 @@
-"""Conversions carry the value of the whole forward and the gradient back, and once more, whatever the other axes do."""
+"""Conversions carry the value forward and the gradient back, and for second derivatives again, whatever the other axes do."""
 
 import itertools
 import random

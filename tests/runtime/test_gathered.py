@@ -1,4 +1,4 @@
-"""A gathered weight is freed after its use, gathered once more in the backward, and gradients are unchanged."""
+"""A gathered weight is freed after use and gathered again in the backward, and gradients are unchanged."""
 
 import weakref
 from collections.abc import Callable, Sequence

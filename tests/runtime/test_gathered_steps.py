@@ -1,4 +1,4 @@
-"""Optimizers that need whole weights: the numbers of one process, over weights that are split any way."""
+"""Optimizers that need whole weights: the numbers of one process, over weights split in any way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function on several processes, and which process this is by the environment of what started it."""
+"""Running a function on several processes, and reading a process's rank from the launcher's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process dies in the middle of a step: the others say which one, and in which collective they waited for it."""
+"""A process dies in the middle of a step: the others report which one, and the collective in which they waited for it."""
 
 from __future__ import annotations
 

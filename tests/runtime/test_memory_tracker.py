@@ -1,4 +1,4 @@
-"""What is counted is what is alive: by hand for a few lines, forward and backward."""
+"""The tracker counts what is alive: checked by hand for a few lines, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wait says what it is for, after a second, on a terminal; shorter ones, pipes and other ranks are silent."""
+"""A long wait says what it is for, after a second, on a terminal; short waits, pipes and other ranks are silent."""
 
 from __future__ import annotations
 

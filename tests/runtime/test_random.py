@@ -1,4 +1,4 @@
-"""Random operators draw alike where ranks hold the same and differently where they hold parts; the caller's draws stay."""
+"""Random operators draw equal numbers for replicated values and independent ones for parts; the caller's draws are kept."""
 
 import copy
 import itertools

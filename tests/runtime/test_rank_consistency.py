@@ -1,4 +1,4 @@
-"""Ranks that captured other programs are told where these differ, and what may have ordered them."""
+"""Ranks that captured different programs are told where these differ, and what may have reordered them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An op that is made again is gone after its use, runs once more in the backward, and changes no gradient."""
+"""A recomputed op's result is freed after use and recomputed in the backward, and no gradient changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of one start: empty, whatever earlier starts left in the one that torchrun keeps."""
+"""The store of one start is empty, whatever earlier starts left in the store that torchrun keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored parameters: every rank gets its shard of rank 0's, and whatever torch does to them equals the whole done whole."""
+"""Stored parameters: every rank gets its shard of rank 0's, and torch operations on them equal those on the whole tensor."""
 
 import itertools
 from pathlib import Path

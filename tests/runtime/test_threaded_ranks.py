@@ -1,4 +1,4 @@
-"""Ranks that are threads stand on parts of torch that are not public: here it is seen which of them a release has moved."""
+"""Threaded ranks use private parts of torch: these tests show which of them a release has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations are split between blocks however a model is written: with the sums in its blocks, or in its own forward."""
+"""Activations are split between blocks however a model is written: with residual sums in its blocks, or in its own forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles: every weight is in one, none is too large, blocks stay apart where weights move, and every step travels once."""
+"""Buckets: every weight is in one, none is too large, blocks stay apart where weights move, and every step is sent once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates: layouts that can be, and forms from which they are found again."""
+"""Candidates: possible layouts, and the forms from which they can be recovered."""
 
 from __future__ import annotations
 

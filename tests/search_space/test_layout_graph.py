@@ -1,4 +1,4 @@
-"""The layout graph: its nodes are layouts that can be, its arcs conversions of one axis."""
+"""The layout graph: its nodes are possible layouts, its arcs conversions of one axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraint propagation: what is left out is in no solution, by solving with each of it; and the optimum stays."""
+"""Constraint propagation: no solution contains what it leaves out, tested by solving with each; the optimum is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator issues and awaits messages in the order in which gloo processes do it in a real step."""
+"""The simulator issues and awaits messages in the order of gloo processes in a real step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of its simulated step: exposed messages add up, and the model's FLOPs are those that torch counts."""
+"""Figures of a plan's simulated step: exposed messages add up, and the model's FLOPs are those that torch counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's step as the simulator runs it: all that is priced and nothing else, and bounds on what it takes."""
+"""A plan's step as the simulator runs it: exactly what is priced, and bounds on its time."""
 
 from __future__ import annotations
 

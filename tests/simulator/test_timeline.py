@@ -1,4 +1,4 @@
-"""The simulation of one device: closed forms, and laws of any program of computations and messages."""
+"""The simulation of one device: closed forms, and laws for any program of computations and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solver against enumeration, feasibility checked without the solver."""
+"""The solver against enumeration, with feasibility checked independently."""
 
 from __future__ import annotations
 

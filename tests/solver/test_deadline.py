@@ -1,4 +1,4 @@
-"""A search that ends before its end: with the best that it knows, or with an error; Ctrl-C ends it as well."""
+"""A search that is stopped early returns the best known solution, or raises an error; Ctrl-C stops it as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dive gives up a step that has no solution as soon as presolving says so, and goes on from its last basis."""
+"""A dive abandons an infeasible step as soon as presolve detects it, and continues from its last basis."""
 
 from __future__ import annotations
 

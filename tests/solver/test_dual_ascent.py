@@ -1,4 +1,4 @@
-"""The bound of dual ascent against enumeration and against HiGHS, and what a core leaves out."""
+"""The bound of dual ascent, against enumeration and HiGHS, and what a core leaves out."""
 
 from __future__ import annotations
 

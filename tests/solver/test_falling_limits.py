@@ -1,4 +1,4 @@
-"""A series of falling limits, solved by one warm solver, against enumeration and against a solver of its own for each."""
+"""A series of falling limits, solved by one warm solver, against enumeration and against a fresh solver for each."""
 
 from __future__ import annotations
 

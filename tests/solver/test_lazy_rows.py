@@ -1,4 +1,4 @@
-"""Lazy rows: what a row does not count of a solution that holds too much, it asks for from then on."""
+"""Lazy rows: when a solution holds more than a row counts, the row is tightened from then on."""
 
 from __future__ import annotations
 

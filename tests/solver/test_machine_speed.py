@@ -1,4 +1,4 @@
-"""The plan does not depend on how fast the machine is: limits count iterations and nodes, and HiGHS is repeatable."""
+"""Plans do not depend on the machine's speed: limits count iterations and nodes, and HiGHS is deterministic."""
 
 from __future__ import annotations
 

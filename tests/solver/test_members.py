@@ -1,4 +1,4 @@
-"""Whole numbers of members against enumeration: no others are cheaper under the same picks and routes."""
+"""Integer member counts against enumeration: no others are cheaper under the same picks and routes."""
 
 from __future__ import annotations
 

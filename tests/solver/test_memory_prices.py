@@ -1,4 +1,4 @@
-"""Rows of memory as prices: no solution costs more by them, and column generation bounds every one that keeps the rows."""
+"""Memory rows as prices: no solution costs more under them, and column generation bounds every one that satisfies the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether anything within a row is cheaper than what is known: against enumeration."""
+"""Whether anything that satisfies a row is cheaper than the known solution: against enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proposal by sums: the best solution where nothing overlaps, with its price by the law."""
+"""A proposal by sums: the best solution if nothing overlaps, with its price by the law."""
 
 from __future__ import annotations
 

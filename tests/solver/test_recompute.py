@@ -1,4 +1,4 @@
-"""What is made again against enumeration, member by member: who keeps, who runs again, which bytes are left."""
+"""Recomputation against enumeration, member by member: which keep, which run again, and the remaining bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reduced costs leave out: it costs as much as they say, and nothing that is best is lost."""
+"""Fixing by reduced costs: what it leaves out costs at least as much as they say, and no optimum is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that was captured once in a run of the tests is not captured again: torch.export is half of what small tests take.
+"""Captures each model only once per test run: torch.export takes half the time of small tests.
 
 A capture is found by content: the module as it is pickled, its class, configuration and attributes, its tensors by shape, dtype
 and device (buffers and the sample by their values too), and what else decides how `forward` runs. What cannot be pickled, a

@@ -1,4 +1,4 @@
-"""What torch's dispatcher sees, in bytes: a judge of what is priced, counted apart from `autopar.analysis.traffic`."""
+"""The bytes that torch's dispatcher sees, to check prices; counted independently of `autopar.analysis.traffic`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun does for an elastic run, with processes that are forked from one server (`tests.support.forked`).
+"""A stand-in for torchrun in elastic runs, with processes forked from one server (`tests.support.forked`).
 
 Each start has the environment of torchrun and a store of its own. When a process dies the others get the grace that torchrun
 gives: SIGTERM, and SIGKILL after a while.

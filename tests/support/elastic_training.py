@@ -1,4 +1,4 @@
-"""A small training for the tests of elastic runs: what it trains, and what it writes down of every step."""
+"""A small training for the tests of elastic runs: what it trains, and what it records of every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a pipeline whose stage fails in its third action, as a process of its own."""
+"""A pipeline rank, in its own process, whose stage fails in its third action."""
 
 from __future__ import annotations
 

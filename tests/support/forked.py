@@ -1,4 +1,4 @@
-"""Processes of their own, without the seconds in which Python imports torch: they are forked from one server that has it."""
+"""Separate processes without the seconds that importing torch takes: they are forked from a server that has imported it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of a user's whose gradients are not autograd's of their forwards, as code bases have them."""
+"""User functions whose gradients differ from what autograd derives from their forwards, as real code bases have them."""
 
 from __future__ import annotations
 

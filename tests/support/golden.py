@@ -1,4 +1,4 @@
-"""Golden texts: what is printed or emitted, kept in tests/goldens and compared letter by letter."""
+"""Golden texts: printed or emitted text, kept in tests/goldens and compared letter by letter."""
 
 from __future__ import annotations
 

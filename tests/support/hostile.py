@@ -1,4 +1,4 @@
-"""What a hostile file has in it."""
+"""The contents of a hostile file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What really runs, and the memory that it fills."""
+"""Records which operators really run, and the memory that they fill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of a parallel module beside those of one process."""
+"""Optimizer steps of a parallel module, compared with those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of a user's, made with torch.library, for tests of what autopar makes of them."""
+"""Custom operators, made with torch.library, for tests of how autopar handles them."""
 
 from __future__ import annotations
 

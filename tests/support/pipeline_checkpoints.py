@@ -1,4 +1,4 @@
-"""What runs on the ranks in the tests of checkpoints and initial values of models in stages."""
+"""The code that ranks run in the tests of checkpoints and initial values of models in stages."""
 
 from __future__ import annotations
 

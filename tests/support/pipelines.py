@@ -1,4 +1,4 @@
-"""What runs on the ranks in the tests of pipelines: a model in stages against the same model whole, in float64."""
+"""The code that ranks run in the tests of pipelines: a model in stages against the whole model, in float64."""
 
 from __future__ import annotations
 

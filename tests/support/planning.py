@@ -1,4 +1,4 @@
-"""Models on meta, meshes with made-up links, and plans of them, for tests of what the planner finds."""
+"""Models on meta, meshes with made-up links, and their plans, for tests of the planner's choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers of tests do at first: done once, before they are forked, it costs each of them nothing.
+"""Work that test workers do first: done once, before they are forked, it costs each of them nothing.
 
 They import these modules when first needed, and torch fills its tables of operators in the first capture and the first step.
 Ranks capture equal models once, but for tests/capture.

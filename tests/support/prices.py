@@ -1,4 +1,4 @@
-"""A plan's price and collectives, worked out again from its text alone: op by op, value by value, nothing folded."""
+"""A plan's price and collectives, recomputed from its text alone: op by op, value by value, nothing folded."""
 
 from __future__ import annotations
 

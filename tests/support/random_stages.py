@@ -1,4 +1,4 @@
-"""Random plans of models in stages: each stage any plan that can run, which sends in any layout and state."""
+"""Random plans of models in stages: each stage any plan that can run, sending in any layout and state."""
 
 from __future__ import annotations
 

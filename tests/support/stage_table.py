@@ -1,4 +1,4 @@
-"""The table of equal numbers in pipeline stages: models, sizes of the pipeline's axis, schedules, strategies.
+"""The table of equal numbers in pipeline stages: models, sizes of the pipeline axis, schedules, strategies.
 
 Models of two blocks are made deeper, so that there are regions for eight stages.
 """

@@ -1,4 +1,4 @@
-"""Ranks as threads in the place of worker processes, for `verify`: they cost no start, no copies and one reading of the plan.
+"""Threads as ranks, in place of worker processes, for `verify`: no start-up, no copies, and the plan is read once.
 
 What they leave out is what processes have of their own: stored DTensors, payloads, ports. tests/verify/test_equal_numbers.py
 has those for every model.

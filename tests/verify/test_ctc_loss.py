@@ -1,4 +1,4 @@
-"""Connectionist temporal classification is captured, and has equal numbers on a mesh."""
+"""Connectionist temporal classification is captured, and gives equal numbers on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's own GPT-2, parallel by declaration, has equal numbers."""
+"""The user's own GPT-2, made parallel by a declaration, gives equal numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forward draws is the same constant on both sides, which is what might be drawn, and reaches what depends on it."""
+"""Random numbers in forward become one constant on both sides, a possible draw, and reach everything that depends on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers over the edges of a graph, without loops that are given and with one for each node, as torch_geometric has them."""
+"""Layers over the edges of a graph, with given self-loops removed and one added per node, as in torch_geometric."""
 
 from __future__ import annotations
 

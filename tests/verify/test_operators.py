@@ -1,4 +1,4 @@
-"""Models around one operator each are captured, planned and run: equal numbers, and the collectives of the plan."""
+"""Models built around one operator each are captured, planned and run: equal numbers, and the collectives of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each rank, and each micro-batch, sorts its own tokens; the numbers are those of one sort."""
+"""Mixtures of experts: each rank, and each micro-batch, sorts its own tokens; the numbers equal those of a global sort."""
 
 from __future__ import annotations
 

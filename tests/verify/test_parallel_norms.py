@@ -1,4 +1,4 @@
-"""Norms and distributions over a split dim: equal numbers on processes, and statistics are all that is sent."""
+"""Norms and distributions over a split dim: equal numbers on processes, and only statistics are communicated."""
 
 from __future__ import annotations
 

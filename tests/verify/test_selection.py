@@ -1,4 +1,4 @@
-"""What a mask selects, and then a sum, a mean or a loss takes, has equal numbers on a mesh."""
+"""Reductions and losses over a selection by mask have equal numbers on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification of plans in stages: what each rank has of outputs and gradients, and what each stage communicates."""
+"""Verification of plans in stages: the outputs and gradients of each rank, and the communication of each stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are written in unusual ways have equal numbers on a mesh, and send what their plans list."""
+"""Models written in unusual ways have equal numbers on a mesh, and send what their plans list."""
 
 from __future__ import annotations
 

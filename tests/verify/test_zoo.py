@@ -1,4 +1,4 @@
-"""The architectures of the zoo that no other test has: equal numbers where the batch is split, and under the best plan."""
+"""The architectures of the zoo that no other test covers: equal numbers with the batch split, and under the best plan."""
 
 from __future__ import annotations
 
