@@ -1,4 +1,4 @@
-"""Which ops may run on each rank's own rows in its own order, derived from how the program uses what it sorts.
+"""Finds ops that may run on each rank's own rows in their own order, from how the program uses the values that it sorts.
 
 A forward pass over the ops: the row of each op says how it transforms the facts about its operands (`own_order`). An op whose
 row says nothing either treats rows one by one, or ends the facts.

@@ -37,7 +37,7 @@ ADDING = ("all_reduce", "reduce_scatter", "all_to_all")  # collectives whose res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePolicy:
-    """What is recomputed whatever it costs; `free` if the integer program chooses instead.
+    """The values to recompute, whatever the cost; `free` if the integer program chooses instead.
 
     Attributes:
         ops: ops that are recomputed if the backward needs them.

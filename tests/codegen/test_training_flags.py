@@ -1,6 +1,6 @@
 """Differences between training and evaluation follow the module's mode, for every operator that has them.
 
-Where only flags differ that the emitted code switches, one graph serves both modes; else evaluation has a plan of its own.
+If the modes differ only in flags that the emitted code switches, one graph serves both; otherwise evaluation has its own plan.
 """
 
 from __future__ import annotations

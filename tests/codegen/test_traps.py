@@ -1,6 +1,6 @@
 """Mistakes that planners of this kind have made, each ruled out by a test.
 
-A plan worse than a scheme that has a name is looked for in `test_schemes.py`.
+`test_schemes.py` looks for plans that are worse than a named scheme.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Floating-point operations of rows, against `torch.utils.flop_counter`.
 
-torch does not count what it decomposes into no matrix product of its own (mv, dot, addbmm, bilinear): these are held against a
-product of another spelling in `test_spellings.py`.
+torch does not count operators that it does not decompose into matrix products (mv, dot, addbmm, bilinear); `test_spellings.py`
+compares these with a product written in another way.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The Python blocks of a page run in order, in one namespace and an empty folder. A block that begins with `# name.py` is written
 to that file instead, for the blocks and commands after it. Commands in `console` blocks run too. What an `output` block or the
 lines after a command show is compared with what was printed; `...` stands for anything. Below `<!-- not run: why -->` a block
-is only compiled. `pytest tests/docs --update-goldens` writes outputs anew, but for those with `...`.
+is only compiled. `pytest tests/docs --update-goldens` rewrites outputs, except those with `...`.
 """
 
 from __future__ import annotations

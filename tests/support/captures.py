@@ -1,10 +1,10 @@
 """Captures each model only once per test run: torch.export takes half the time of small tests.
 
-A capture is found by content: the module as it is pickled, its class, configuration and attributes, its tensors by shape, dtype
-and device (buffers and the sample by their values too), and what else decides how `forward` runs. What cannot be pickled, a
-class inside a test or a hook, is captured every time, and so is everything in tests/capture.
+Captures are cached by content: the pickled module, its class, configuration and attributes, its tensors by shape, dtype and
+device (buffers and the sample also by value), and everything else that decides how `forward` runs. Models that cannot be
+pickled (with a class inside a test, or a hook) are captured every time, and so is everything in tests/capture.
 
-Workers share what they capture through a folder: the first rank captures, the others wait for it and read it.
+Workers share captures through a folder: the first rank captures, the others wait for it and read it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A stand-in for torchrun in elastic runs, with processes forked from one server (`tests.support.forked`).
 
-Each start has the environment of torchrun and a store of its own. When a process dies the others get the grace that torchrun
-gives: SIGTERM, and SIGKILL after a while.
+Each start has torchrun's environment and a store of its own. When a process dies, the others get the same grace period as from
+torchrun: SIGTERM, and SIGKILL after a while.
 """
 
 from __future__ import annotations

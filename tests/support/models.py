@@ -1,8 +1,8 @@
 """The models that the compiler must get right, small and as their libraries build them: train mode, default dropout.
 
 Batch 8, sequence 16. Widths, heads and vocabulary are divided by 8, so that every mesh of eight devices can split them; Llama's
-four heads for keys and values are not. The targets of the language models are ignored (-100) in uneven shares, and all of them
-in the last two rows: a whole shard of the batch.
+four heads for keys and values are not. The language models ignore targets (-100) in uneven shares, and all targets of the last
+two rows: a whole shard of the batch.
 """
 
 from __future__ import annotations

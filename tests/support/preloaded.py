@@ -1,7 +1,7 @@
 """Work that test workers do first: done once, before they are forked, it costs each of them nothing.
 
-They import these modules when first needed, and torch fills its tables of operators in the first capture and the first step.
-Ranks capture equal models once, but for tests/capture.
+Otherwise each worker would import these modules when first needed, and torch would fill its operator tables in the first
+capture and the first step. Ranks capture equal models once, except in tests/capture.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Threads as ranks, in place of worker processes, for `verify`: no start-up, no copies, and the plan is read once.
 
-What they leave out is what processes have of their own: stored DTensors, payloads, ports. tests/verify/test_equal_numbers.py
-has those for every model.
+They do not cover what only processes have: stored DTensors, payloads, ports. tests/verify/test_equal_numbers.py covers those
+for every model.
 """
 
 from __future__ import annotations

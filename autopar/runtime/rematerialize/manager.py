@@ -187,7 +187,7 @@ class Rematerializer:
         part = self._part(tensor)
         if part:
             return PackedTensor(part.claim())
-        # without its graph: that of an operator's own result holds what is packed here
+        # detached: the graph of an operator's own result would hold this packed tensor
         packed = PackedTensor(tensor.detach() if tensor.grad_fn is not None else tensor)
         self._packed.setdefault(tensor.untyped_storage(), []).append(ref(packed))
         return packed

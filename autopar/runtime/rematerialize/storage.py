@@ -191,7 +191,7 @@ class StoragePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedEntry:
-    """What is kept in place of a saved tensor whose storage is recomputed."""
+    """The entry kept in place of a saved tensor whose storage is recomputed."""
 
     part: StoragePart
     claim: Claim
