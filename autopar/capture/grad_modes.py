@@ -24,7 +24,7 @@ def refuse_frozen(args: tuple[object, ...], given: dict[str, object], frame: Fra
     asked = given.get("requires_grad", args[1] if len(args) > 1 else True)
     if isinstance(args[0], nn.Parameter) and args[0].requires_grad != asked:
         raise CaptureError(
-            f"forward sets requires_grad of a parameter of shape {tuple(args[0].shape)}, of which a graph has one for ever",
+            f"forward sets requires_grad of a parameter of shape {tuple(args[0].shape)}, which is fixed in a graph",
             at=source_location.of_frame(frame),
             fix="freeze it outside of forward; or compute with its detach() there, by torch.func.functional_call for a module",
         )

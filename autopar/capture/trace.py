@@ -56,16 +56,16 @@ _SAID = {  # torch's error: what it means, and the way out
         _DEVICE,
     ),
     "Cannot cast tensor(": (
-        "forward asks a tensor that it holds for its value, of which a graph has none",
+        "forward asks a tensor for its value, which a graph does not have",
         "keep it as a number of Python, or compute with the tensor",
     ),
     ".numpy() is not supported for tensor subclasses": (
-        "forward makes an array of numpy of a tensor, of whose values a graph has none",
-        "compute with functions of torch; what torch has not, in an operator of your own: torch.library.custom_op",
+        "forward converts a tensor to a NumPy array, and a graph has no values to convert",
+        "compute with functions of torch, or in an operator of your own: torch.library.custom_op",
     ),
     "The only supported seed types are": (
-        "forward seeds Python's random numbers with a tensor, of whose value a graph has none",
-        "draw by torch (torch.rand), or seed with a number of Python",
+        "forward seeds Python's random generator with a tensor, whose value a graph does not have",
+        "draw with torch (torch.rand), or seed with a Python number",
     ),
     "FlexAttention is only supported on": (
         "flex_attention is not an operator that can be planned",
