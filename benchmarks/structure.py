@@ -213,7 +213,7 @@ QUESTIONS = (
         "where a pipeline is planned",
         "23 files, weeks",
         (
-            (ARCHITECTURE, "**A pipeline**"),
+            (ARCHITECTURE, "**Pipelines**"),
             ("autopar/planning/pipeline_search.py", "def plan_pipeline"),
             ("autopar/pipeline/schedule.py", "class PipelineSchedule"),
         ),
