@@ -255,11 +255,11 @@ def _of_numbers(held: object) -> bool:
 
 
 def _set(now: object, captured: object) -> bool:
-    """Whether a setting has changed; among several numbers, only those present at capture count."""
+    """Whether a setting has changed. Among several numbers, only those present at capture count; a cleared log does not."""
     if isinstance(captured, dict):
-        return isinstance(now, dict) and {name: now.get(name) for name in captured} != captured
+        return isinstance(now, dict) and len(now) > 0 and {name: now.get(name) for name in captured} != captured
     if isinstance(captured, list | tuple):
-        return isinstance(now, list | tuple) and [*now[: len(captured)]] != [*captured]
+        return isinstance(now, list | tuple) and len(now) > 0 and [*now[: len(captured)]] != [*captured]
     return isinstance(now, SETTINGS) and now != captured
 
 

@@ -379,6 +379,7 @@ class Weighted(nn.Module):
         self.layer = nn.Linear(6, 6)
         self.weights, self.named, self.pair = [1.0, 0.5], {"mean": 1.0, "power": 0.5}, (1, 2)
         self.seen: list[float] = []
+        self.logged = [2.5]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
@@ -400,6 +401,7 @@ def test_numbers_in_lists_and_dicts_that_are_set_after_capture_are_refused(chang
     parallel = autopar.parallelize(model, X, mesh=1)
     model.seen.append(parallel(X).item())
     model.named["others"] = 1.0
+    model.logged.clear()
     parallel(X)
     change(model)
     with pytest.raises(InputError, match=r"(weights|named|pair) was set after the model was captured"):
