@@ -86,7 +86,7 @@ def outside_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
         for name, value in _held(owner).items():
             yield f"{label}.{name}", Place(value, partial(setattr, owner, name), outside=True)
         if isinstance(owner, FunctionType):
-            for name, cell in _cells(owner).items():
+            for name, cell in cells_of(owner).items():
                 if _plain(cell.cell_contents, owner):
                     yield f"{label}.{name}", Place(cell.cell_contents, partial(setattr, cell, "cell_contents"), outside=True)
             for name, value in _defaults(owner).items():
@@ -158,7 +158,7 @@ def _plain(value: object, owner: object) -> bool:
     return own or type(value) in _PLAIN or isinstance(value, torch.Tensor)
 
 
-def _cells(function: FunctionType) -> dict[str, CellType]:
+def cells_of(function: FunctionType) -> dict[str, CellType]:
     """A function's closure: its nonempty cells by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell for name, cell in cells if cell != CellType()}
@@ -215,6 +215,7 @@ __all__ = [
     "MOST_NESTED",
     "OF_TORCH",
     "Place",
+    "cells_of",
     "count_iterators",
     "module_places",
     "outside_places",

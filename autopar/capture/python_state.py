@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from autopar.capture.python_places import (
     MOST_NESTED,
     OF_TORCH,
     Place,
+    cells_of,
     module_places,
     outside_places,
     too_long,
@@ -146,8 +147,7 @@ def _inside(value: object) -> Mapping[Any, object] | None:
 
 def _closed_over(function: FunctionType) -> dict[str, object]:
     """The numbers in a function's closure, by name."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    held = {name: cell.cell_contents for name, cell in cells_of(function).items()}
     return {name: number for name, number in held.items() if type(number) in (int, float)}
 
 
