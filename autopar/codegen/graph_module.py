@@ -12,18 +12,60 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.fx.graph import PythonCode
 
 from autopar.codegen.absent_attributes import absent
 from autopar.errors import InputError
 from autopar.passes.precision import DTYPES, MIXED
+from autopar.runtime.storage import of_another_rank
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keeps a module's content
 
 
-class Submodule(nn.Module):
+class _StoredModule(nn.Module):
+    """A module whose tensors are stored as the plan says: nothing takes their place that is stored in another way."""
+
+    def _apply(self, fn: Change, recurse: bool = True) -> Self:
+        """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
+        _refuse_cast(self, fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load this module's own tensors, also as a part of another module; refuses what another rank saved of them."""
+        others = [name for name, held in state_dict.items() if name.startswith(prefix) and of_another_rank(held)]
+        if others:
+            raise InputError(
+                f"{others[0]} was saved on another rank, and has only that rank's part",
+                fix="a file for all ranks: save with torch.distributed.checkpoint, or on rank 0 what get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict returns with StateDictOptions(full_state_dict=True)",
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuses parameters that are stored whole in the place of split ones."""
+        if isinstance(value, nn.Parameter | nn.Module):
+            before = _parameters_of(self._modules.get(name) or self._parameters.get(name), name)
+            for path, parameter in _parameters_of(value, name).items():
+                if isinstance(before.get(path), DTensor) and not isinstance(parameter, DTensor):
+                    raise InputError(
+                        f"{path} cannot be replaced by a whole tensor: every rank stores the part that the plan gives it",
+                        fix=f'load_state_dict({{"{path}": tensor}}, strict=False) for other values; another layer belongs into '
+                        "the model before parallelize",
+                    )
+        super().__setattr__(name, value)
+
+
+def _parameters_of(value: nn.Parameter | nn.Module | None, name: str) -> dict[str, nn.Parameter]:
+    """The parameters of an attribute, by path from its owner."""
+    if isinstance(value, nn.Module):
+        return dict(value.named_parameters(name))
+    return {} if value is None else {name: value}
+
+
+class Submodule(_StoredModule):
     """A submodule that holds its namesake's tensors, but has no code: that is in the graph of the whole."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
@@ -32,13 +74,8 @@ class Submodule(nn.Module):
             fix="make the submodule parallel by itself, or return from the model's forward what you need of it",
         )
 
-    def _apply(self, fn: Change, recurse: bool = True) -> Self:
-        """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
-        _refuse_cast(self, fn)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
-
-class GraphModule(fx.GraphModule):
+class GraphModule(_StoredModule, fx.GraphModule):
     """A module that runs a graph on flat tensors; `hold` adds its parameters and buffers."""
 
     emitted: Callable[..., Sequence[torch.Tensor]]  # what this rank runs, on flat tensors
@@ -71,11 +108,6 @@ class GraphModule(fx.GraphModule):
             root._buffers[leaf] = tensor
             if not persistent:
                 root._non_persistent_buffers_set.add(leaf)
-
-    def _apply(self, fn: Change, recurse: bool = True) -> Self:
-        """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
-        _refuse_cast(self, fn)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call a function on every submodule and on this one, with a warning: `fn` is not told their classes."""

@@ -184,9 +184,11 @@ def device(name: str | Device | None = None, processes: int = 1) -> Device:
     if key == "cpu":
         return cpu(processes)
     if key not in DEVICES:
-        close = difflib.get_close_matches(key, DEVICES, n=1, cutoff=0.5)
+        close = [known for known in DEVICES if key and known.startswith(key)] or difflib.get_close_matches(
+            key, DEVICES, n=1, cutoff=0.5
+        )
         raise MeshError(
-            f"no device is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""),
+            f"no device is called {name!r}" + (f"; did you mean {' or '.join(map(repr, close))}?" if close else ""),
             devices=", ".join((*DEVICES, "cpu")),
             fix="give one of these names, a profile.json of python -m autopar.profile, or an autopar.Device of your own",
         )

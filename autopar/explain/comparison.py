@@ -11,6 +11,7 @@ from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
 from autopar.plan.tables import bytes_of, exposed
 from autopar.plan.text import Part, grid, milliseconds, size_text
+from autopar.planning.budget_errors import SMALLEST, explained
 from autopar.planning.optimize import solved
 from autopar.planning.planner import Planned, to_plan
 from autopar.search_space.schemes import OF_TRAINING, STRATEGIES, strategies_for
@@ -62,7 +63,7 @@ def _compared(planned: Planned, options: Options, settings: SearchSettings) -> C
     try:
         plan = to_plan(solved(formulated.analysis, formulated.mesh, options, settings=settings), options)
     except BudgetError as error:
-        needs = size_text(float(error.details["smallest"].removeprefix("budget=")))
+        needs = size_text(float(explained(error).details[SMALLEST].removeprefix("budget=")))
         return Compared(strategy=options.strategy, plan=None, refusal=f"does not fit: needs {needs} per device")
     except SolverError as error:
         return Compared(strategy=options.strategy, plan=None, refusal=f"not compared: {error.what}")

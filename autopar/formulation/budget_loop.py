@@ -7,7 +7,7 @@ again until the simulation fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,8 @@ from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.search import Outcome
 from autopar.solver.settings import DEFAULTS, SearchSettings
 from autopar.solver.solve import Solver, solve
+
+Posed = tuple[MemoryModel, Solution]  # a problem, and a solution of it
 
 _LEAST: MutableMapping[MemoryModel, Solution] = WeakKeyDictionary()  # of least memory: the search and its errors need it
 
@@ -76,18 +78,22 @@ class BudgetLoop:
         Raises SolverError if HiGHS fails or a limit of the settings leaves no answer.
         """
         memory_model, settings = self._memory_model, self._settings
-        found = self.near(limit, cutoff)
-        if found.solution is not None or not settings.branch_whole or cutoff < math.inf:
-            return found.solution  # the solution of least memory is hardly ever below a cutoff
+        if not settings.branch_whole or cutoff < math.inf:
+            return self.near(limit, cutoff).solution  # the solution of least memory is hardly ever below a cutoff
+        found = self.near(limit, cutoff, everywhere=False)
+        if found.solution is not None or found.bound == math.inf:
+            return found.solution
         least = smallest(self._formulated, memory_model, settings=settings)
         if least is None or memory_model.walk(least).max() > limit or memory_model.excess(least):
             return None
-        return least.bounded(found.bound, settings.equal_price)
+        found = self.near(limit, cutoff)
+        return found.solution or least.bounded(found.bound, settings.equal_price)
 
-    def near(self, limit: float, cutoff: float) -> Outcome:
-        """The cheapest solution within a limit found near the relaxation, with a lower bound on every solution."""
-
-        return self._solver.solve(self._judge(limit), self._known(limit), cutoff=cutoff)
+    def near(self, limit: float, cutoff: float, *, everywhere: bool = True) -> Outcome:
+        """The cheapest solution within a limit found near the relaxation, or `everywhere`, with a lower bound on every
+        solution.
+        """
+        return self._solver.solve(self._judge(limit), self._known(limit), cutoff=cutoff, everywhere=everywhere)
 
     def free(self) -> Solution | None:
         """The cheapest solution without a memory limit; None if there is none at all."""
@@ -138,37 +144,59 @@ def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
 
 def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings: SearchSettings = DEFAULTS) -> Solution | None:
     """A solution of least peak memory, up to `least_memory_step`; None if the problem has no solution."""
-    if memory_model in _LEAST:
-        return _LEAST[memory_model]
-    least = better = _least_of_both(formulated, memory_model, settings)
-    loop = BudgetLoop(formulated, memory_model, replace(settings, rens_nodes=0, tighten_halvings=0))
-    while better is not None:
-        least = better
+    found = smallest_of([memory_model], settings)
+    return None if found is None else found[1]
+
+
+def smallest_of(models: Iterable[MemoryModel], settings: SearchSettings) -> Posed | None:
+    """The solution of least peak memory of any of these problems, up to `least_memory_step`; None if they have none.
+
+    Each is only searched below the peak of those before.
+    """
+    best, least = None, math.inf
+    for model in models:
+        found = _LEAST.get(model) or _least_of_both(model.formulated, model, settings, least)
+        if found is not None and (best is None or model.walk(found).max() < least):
+            best, least = (model, found), float(model.walk(found).max())
+    if best is None:
+        return None
+    model, solution = best
+    if model not in _LEAST:
+        _LEAST[model] = _improved(model, solution, settings)
+    return model, _LEAST[model]
+
+
+def _improved(memory_model: MemoryModel, least: Solution, settings: SearchSettings) -> Solution:
+    """A solution of less memory, or the known one if none of `least_memory_step` less is found."""
+    loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, rens_nodes=0, tighten_halvings=0))
+    while True:
         limit = math.floor((1 - settings.least_memory_step) * memory_model.walk(least).max())
         try:
             better = loop.near(limit, settings.unlikely_price * least.seconds).solution
         except SolverError:
             better = None
-    if least is not None:
-        _LEAST[memory_model] = least
-    return least
+        if better is None:
+            return least
+        least = better
 
 
-def _least_of_both(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
+def _least_of_both(
+    formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings, below: float
+) -> Solution | None:
     """The better result of `_least` with own rows and without them, since its dive never switches between the two."""
-    found = [_least(formulated, memory_model, settings)]
+    found = [_least(formulated, memory_model, settings, below)]
     shared = [np.array([i for i, c in enumerate(known) if not c.own], dtype=np.int64) for known in formulated.candidates]
     if any(len(left) < len(known) for left, known in zip(shared, formulated.candidates, strict=True)) and all(map(len, shared)):
         inner = formulated.within(shared)
-        other = _least(inner, MemoryModel(inner, memory_model.optimizer), settings)
+        other = _least(inner, MemoryModel(inner, memory_model.optimizer), settings, below)
         if other is not None:
             picks = tuple(int(left[pick]) for left, pick in zip(shared, other.picks, strict=True))
             found.append(replace(other, picks=picks))
     return min(filter(None, found), key=lambda one: float(memory_model.walk(one).max()), default=None)
 
 
-def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings) -> Solution | None:
-    """A solution that minimises peak memory, before `smallest` improves it."""
+def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: SearchSettings, below: float) -> Solution | None:
+    """A solution that minimises peak memory, before `smallest_of` improves it; None if nothing is found `below` that peak."""
     cheapest = solve(formulated.problem, settings=settings).solution
     if cheapest is None:
         return None
@@ -187,4 +215,5 @@ def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: Sea
         return math.inf if memory_model.excess(solution) else peak, rows
 
     scale = float(memory_model.walk(cheapest).max())
-    return least_memory(formulated.problem, judge, cheapest, scale, settings)[0]
+    found, peak = least_memory(formulated.problem, judge, cheapest, scale, settings, below=below)
+    return found if peak < below or below == math.inf else None

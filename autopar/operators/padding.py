@@ -83,6 +83,11 @@ def finite(padded: Padded) -> PaddingValue | None:
     return None if LOWEST in padded.held else SOME
 
 
+def normalised(padded: Padded) -> PaddingValue | None:
+    """Finite numbers: of zeros, which have no spread, only where a number is added to that."""
+    return None if bound(padded.op)["eps"] == 0 else finite(padded)
+
+
 @elementwise
 def bounded(padded: Padded) -> PaddingValue | None:
     """Zeros stay zeros between bounds on both sides of zero; else they become the nearer bound."""
@@ -110,9 +115,10 @@ def divided(padded: Padded) -> PaddingValue | None:
 
 @elementwise
 def added(padded: Padded) -> PaddingValue | None:
-    """A sum is minus infinity where one is, and zero where both are."""
+    """A sum is minus infinity where one is, and zero where both are; infinities of both signs have no sum."""
     if LOWEST in padded.held:
-        return LOWEST
+        times = bound(padded.op).get("alpha", 1)
+        return LOWEST if LOWEST not in padded.inside[1:] or (isinstance(times, (int, float)) and times > 0) else None
     return ZERO if padded.only is ZERO and len(padded.inside) == 2 else SOME
 
 
@@ -126,9 +132,10 @@ def subtracted(padded: Padded) -> PaddingValue | None:
 
 @elementwise
 def power(padded: Padded) -> PaddingValue | None:
-    """A power of at least one keeps zeros."""
+    """A power of at least one keeps zeros; of other numbers, which may be negative, only a whole power is a number."""
     exponent = (*padded.op.args, None)[1]
-    return zero_to_zero(padded) if isinstance(exponent, (int, float)) and exponent >= 1 else None
+    possible = isinstance(exponent, (int, float)) and exponent >= 1 and (exponent % 1 == 0 or padded.inside[0] is ZERO)
+    return zero_to_zero(padded) if possible else None
 
 
 def product(padded: Padded) -> PaddingValue | None:

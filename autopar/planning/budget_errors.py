@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from autopar.errors import AutoparError, BudgetError, ConstraintError
+from autopar.formulation.budget_loop import smallest_of
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
 from autopar.ir.device import Bytes
@@ -12,21 +16,64 @@ from autopar.ir.layout import D, H
 from autopar.plan.options import AUTO, Options
 from autopar.plan.text import size_text
 from autopar.solver.problem import Solution
+from autopar.solver.settings import SearchSettings
 
 SMALLEST = "smallest"  # what a BudgetError calls the smallest budget that works
 PLACES = {H: "host", D: "disk"}
 
 
-def impossible(found: tuple[MemoryModel, Solution] | None, limit: Bytes, options: Options) -> AutoparError:
-    """The error if there is no plan: the constraints leave none, or none fits; with the least memory found."""
-    if found is None:
-        and_constraints, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
-        return ConstraintError(
-            f"the strategy {options.strategy!r}{and_constraints} leave{'' if and_constraints else 's'} no way to run the model",
-            constraints=options.text()["constraints"],
-            fix=f"{drop}strategy='auto'",
-        )
-    memory_model, least = found
+class UnfitError(BudgetError):
+    """No plan fits, before anybody asked how much memory is needed: to find that takes as long as several plans.
+
+    Args:
+        models: what was searched, the one that may need least memory last.
+        limit: bytes per device.
+        options, settings: as they were searched.
+    """
+
+    def __init__(self, models: Sequence[MemoryModel], limit: Bytes, options: Options, settings: SearchSettings) -> None:
+        super().__init__(f"no plan fits into {size_text(limit)} per device")
+        self.models, self.limit, self.options, self.settings = tuple(models), limit, options, settings
+
+    @staticmethod
+    def joined(errors: Sequence[UnfitError]) -> UnfitError:
+        """The error of several searches, which differ in their padding, mesh or number of micro-batches."""
+        last = errors[-1]
+        return UnfitError([model for one in errors for model in one.models], last.limit, last.options, last.settings)
+
+    @functools.cached_property
+    def explained(self) -> AutoparError:
+        """The error that names the smallest budget that works."""
+        found = smallest_of(reversed(self.models), self.settings)
+        return no_way(self.options) if found is None else _unfit(*found, self.limit, self.options)
+
+
+def explained(error: AutoparError) -> AutoparError:
+    """An error as the user sees it: of memory with the smallest budget that works."""
+    return error.explained if isinstance(error, UnfitError) else error
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Raise every `UnfitError` explained."""
+    try:
+        yield
+    except UnfitError as error:
+        raise error.explained from None
+
+
+def no_way(options: Options) -> ConstraintError:
+    """The error if there is no plan, in whatever memory."""
+    and_constraints, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
+    return ConstraintError(
+        f"the strategy {options.strategy!r}{and_constraints} leave{'' if and_constraints else 's'} no way to run the model",
+        constraints=options.text()["constraints"],
+        fix=f"{drop}strategy='auto'",
+    )
+
+
+def _unfit(memory_model: MemoryModel, least: Solution, limit: Bytes, options: Options) -> BudgetError:
+    """The error if the solution of least memory does not fit."""
     formulated = memory_model.formulated
     alive, runs = memory_model.walk(least), formulated.analysis.step.microbatches
     peak, full = math.ceil(alive.max()), memory_model.held(assignment(formulated, least), int(alive.argmax()))[:5]
@@ -42,4 +89,4 @@ def impossible(found: tuple[MemoryModel, Solution] | None, limit: Bytes, options
     )
 
 
-__all__ = ["PLACES", "SMALLEST", "impossible"]
+__all__ = ["PLACES", "SMALLEST", "UnfitError", "explained", "explaining", "no_way"]

@@ -25,8 +25,8 @@ from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
-from autopar.planning.budget_errors import impossible
-from autopar.planning.recompute_policies import NARROWER, cheapest_within, smallest_of
+from autopar.planning.budget_errors import UnfitError, no_way
+from autopar.planning.recompute_policies import NARROWER, cheapest_within
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.constraints import constrained
 from autopar.search_space.strategies import constraints_of
@@ -91,7 +91,7 @@ def solved(
 
     At the deadline the best known solution or named strategy is returned, however long the strategies take.
 
-    Raises ConstraintError, MeshError or BudgetError if there is none, SolverError if a limit of the settings leaves no answer,
+    Raises ConstraintError, MeshError or UnfitError if there is none, SolverError if a limit of the settings leaves no answer,
     TimeLimitError if the deadline or Ctrl-C does, and SlowerError if no solution beats the settings' cutoff.
     """
     optimizer, limit = options.stepped, parse_bytes(options.budget, mesh)
@@ -108,6 +108,8 @@ def solved(
         if best is None:
             raise
     else:
+        if solution is None and not loop.binds:
+            raise no_way(options)
         if solution is None:
             best = _by_policies(memory_model, analysis, mesh, options, limit, settings)
         else:
@@ -306,15 +308,14 @@ def _by_policies(
 ) -> Optimized:
     """A solution by a narrower recompute policy, if the search over all found none within the limit.
 
-    Raises ConstraintError if the constraints leave none at all, BudgetError if none was found.
+    Raises UnfitError if none was found.
     """
-
     narrower = list(_narrower(analysis, mesh, options)) if settings.branch_whole else []
     if found := cheapest_within(limit, narrower, settings):
         model, solution = found
         solution = solution.bounded(least_price(analysis, mesh, options, settings), settings.equal_price)
         return Optimized(memory_model=model, solution=solution, optimizer=options.stepped, strategy=options.strategy)
-    raise impossible(smallest_of((memory_model, *narrower), settings), limit, options)
+    raise UnfitError((memory_model, *narrower), limit, options, settings)
 
 
 def _narrower(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[MemoryModel]:

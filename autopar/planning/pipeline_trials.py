@@ -23,6 +23,7 @@ from autopar.pipeline.clock import clock_of
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
+from autopar.planning.budget_errors import explained
 from autopar.planning.optimize import Optimized, solution_time
 from autopar.planning.pipeline_checks import check_program
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, no_faster, staged, written
@@ -321,7 +322,7 @@ class PipelineTrials(ABC):
             short = [error for error in self.refused if isinstance(error, BudgetError)]
             if not short:
                 raise self.refused[0]
-            raise short[0] if self.options.pipeline == AUTO else short[-1]
+            raise explained(short[0] if self.options.pipeline == AUTO else short[-1])
         made, over, _ = self.found
         open_ = AUTO in (self.options.pipeline, self.options.microbatches, self.options.schedule)
         return written(made, over.planner, self.options, searched if open_ else "")

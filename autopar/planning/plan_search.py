@@ -16,7 +16,7 @@ from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import PaddingExtent, Rooms, padded
 from autopar.plan.options import AUTO, Options
-from autopar.planning.budget_errors import SMALLEST
+from autopar.planning.budget_errors import UnfitError, explaining
 from autopar.planning.decide import decided
 from autopar.planning.model_checks import useless_axes, without_rule
 from autopar.planning.optimize import Optimized, Stop, analysed, cheaper, least_price, solution_time, solved
@@ -37,8 +37,14 @@ def best_shape(
 ) -> Optimized:
     """The best solution on any of these meshes; ties go to the first.
 
-    If no mesh has a solution, raises an error of `best_variant`: that of the nearest miss, or the first.
+    If no mesh has a solution, raises an error of `best_variant`: of the smallest budget that works, or the first.
     """
+    with explaining():
+        return _best_shape(program, meshes, options, stop, settings)
+
+
+def _best_shape(program: Program, meshes: Sequence[Mesh], options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
+    """The best solution on any of these meshes; raises UnfitError if none fits."""
     if len(meshes) == 1:
         return best_variant(program, meshes[0], options, stop, settings)
     best: Optimized | None = None
@@ -69,7 +75,7 @@ def best_shape(
 def best_variant(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings = DEFAULTS) -> Optimized:
     """The best solution in the requested number of micro-batches; the simulator decides between the search's proposals.
 
-    Raises ConstraintError if a pipeline is requested: each of its stages is a solution of its own.
+    Raises ConstraintError if a pipeline is requested: each of its stages is a solution of its own; UnfitError if none fits.
     """
     return decided(_best_variant(program, mesh, options, stop, settings), options, settings, stop)
 
@@ -123,7 +129,7 @@ def check_number(runs: object) -> None:
 def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:
     """The fastest solution over numbers of micro-batches, each at least twice the last, until one that fits is slower."""
     best: Optimized | None = None
-    refused: list[BudgetError] = []
+    refused: list[UnfitError] = []
     unsolved: SolverError | None = None
     last = 0
     for runs in counts(program):
@@ -139,9 +145,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
         known = settings.below if best is None else min(settings.below, best.solution.seconds)
         try:
             found = _best_padded(part, mesh, options, stop, replace(settings, below=known))
-        except BudgetError as error:
-            if SMALLEST not in error.details:
-                raise
+        except UnfitError as error:
             refused.append(error)
         except SlowerError as error:  # and so are more of them, as a rule
             unsolved = error
@@ -158,7 +162,7 @@ def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, set
             best = found
         last = runs
     if best is None:
-        raise _nearest(refused) if refused or unsolved is None else unsolved
+        raise unsolved if unsolved is not None and not refused else UnfitError.joined(refused)
     return best
 
 
@@ -229,14 +233,9 @@ def _spent(best: Optimized, wide: Program) -> Seconds:
 
 
 def _nearest_error(refused: Sequence[AutoparError]) -> AutoparError:
-    """The error of the nearest miss: the one asking for the smallest budget, or the first."""
-    short = [error for error in refused if isinstance(error, BudgetError) and SMALLEST in error.details]
-    return _nearest(short) if short else refused[0]
-
-
-def _nearest(refused: Sequence[BudgetError]) -> BudgetError:
-    """The one that asks for the smallest budget."""
-    return min(refused, key=lambda error: int(error.details[SMALLEST].removeprefix("budget=")))
+    """The error of several searches: of all that do not fit, or the first."""
+    unfit = [error for error in refused if isinstance(error, UnfitError)]
+    return UnfitError.joined(unfit) if unfit else refused[0]
 
 
 __all__ = ["best_shape", "best_variant", "check_number", "check_seconds", "least_padded", "limited"]

@@ -36,6 +36,7 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
+from autopar.planning.budget_errors import explaining
 from autopar.planning.dtype_checks import refuse_dtypes
 from autopar.planning.memories import with_memories
 from autopar.planning.mesh_shapes import connected_shapes
@@ -210,7 +211,8 @@ def plan_program(program: Program, mesh: Mesh, options: Options, stop: Stop = la
 
 def resolve_program(program: Program, mesh: Mesh, options: Options, stop: Stop = lambda phase: None) -> ResolvedPlan:
     """The plan of a captured program on a mesh with device and links, with its analysis and assignment."""
-    found = resolved_plan(best_variant(program, mesh, options, stop), options)
+    with explaining():
+        found = resolved_plan(best_variant(program, mesh, options, stop), options)
     stop("write")
     return found
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.analysis.recompute_policy import BLOCKS, SELECTIVE
-from autopar.formulation.budget_loop import BudgetLoop, smallest
+from autopar.formulation.budget_loop import BudgetLoop, Posed
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.device import Bytes
-from autopar.solver.problem import Solution
 from autopar.solver.settings import SearchSettings
 
 NARROWER = SELECTIVE, BLOCKS
-Posed = tuple[MemoryModel, Solution]  # a problem, and a solution of it
 
 
 def cheapest_within(limit: Bytes, models: Iterable[MemoryModel], settings: SearchSettings) -> Posed | None:
@@ -26,11 +24,4 @@ def cheapest_within(limit: Bytes, models: Iterable[MemoryModel], settings: Searc
     return min(fits, key=lambda one: one[1].seconds, default=None)
 
 
-def smallest_of(models: Iterable[MemoryModel], settings: SearchSettings) -> Posed | None:
-    """The solution of least memory found for any of these problems; None if they have none."""
-    found = [(model, smallest(model.formulated, model, settings=settings)) for model in models]
-    any_memory = [(model, solution) for model, solution in found if solution is not None]
-    return min(any_memory, key=lambda one: one[0].walk(one[1]).max(), default=None)
-
-
-__all__ = ["NARROWER", "cheapest_within", "smallest_of"]
+__all__ = ["NARROWER", "cheapest_within"]

@@ -41,7 +41,7 @@ from autopar.plan.pipeline import moments
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
 from autopar.plan.text import size_text
-from autopar.planning.budget_errors import SMALLEST
+from autopar.planning.budget_errors import SMALLEST, explained
 from autopar.planning.memory_shares import NO_FLOORS, MemoryNeed, MemoryShare, memory_shares
 from autopar.planning.model_checks import without_rule
 from autopar.planning.optimize import Optimized, analysed, solution_time, solved, transferred
@@ -235,7 +235,10 @@ class StagePlanner:
                 return self._solved(step, full)
             fits = alone or best.memory.peak(step.stage.moments) <= share.bytes
             return best if fits else self._fuller(step, full, best, share)
-        except BudgetError as error:
+        except BudgetError as unfit:
+            error = explained(unfit)
+            if not isinstance(error, BudgetError):
+                raise error from None
             least = int(str(error.details[SMALLEST]).removeprefix("budget="))
             raise StageBudgetError(
                 place,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.disk import on_disk, seal, zeros_beside
 from autopar.runtime.host_memory import moved
 from autopar.runtime.world import Axis, Context
+
+_WITH_PADDING: WeakSet[torch.UntypedStorage] = WeakSet()  # memory that has room for padding, filled with zeros
 
 
 def placements(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Placement, ...]:
@@ -137,9 +140,10 @@ def _pad_end(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _has_padding_after(part: torch.Tensor, padded_shape: Sequence[int]) -> bool:
-    """Whether a tensor is the start of memory that was allocated for the padded shape."""
-    memory = part.untyped_storage().nbytes() == math.prod(padded_shape) * part.itemsize
-    return memory and not part.storage_offset() and part.is_contiguous() and part.shape[1:] == torch.Size(padded_shape[1:])
+    """Whether a tensor is the start of memory that was allocated for the padded shape, and not of a user's larger tensor."""
+    memory = part.untyped_storage()
+    room = memory in _WITH_PADDING and memory.nbytes() == math.prod(padded_shape) * part.itemsize
+    return room and not part.storage_offset() and part.is_contiguous() and part.shape[1:] == torch.Size(padded_shape[1:])
 
 
 def _allocate_padding(part: torch.Tensor, padded_shape: Sequence[int]) -> None:
@@ -151,6 +155,7 @@ def _allocate_padding(part: torch.Tensor, padded_shape: Sequence[int]) -> None:
             part.data = memory[: len(part)]
         if on_disk(part):
             seal(part)
+        _WITH_PADDING.add(part.untyped_storage())
 
 
 def local_part_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -169,6 +174,14 @@ def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     part = local_part_like(tensor, stored).to(stored.device).contiguous()
     mesh, places = stored.device_mesh, stored.placements
     return DTensor.from_local(part, mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())
+
+
+def of_another_rank(held: object) -> bool:
+    """Whether a loaded object is a DTensor whose local part another rank saved: `torch.load` keeps that rank's place."""
+    if not isinstance(held, DTensor):
+        return False
+    own = (held.device_mesh.mesh == dist.get_rank()).nonzero()
+    return held.device_mesh.get_coordinate() != tuple(own[0].tolist()) if len(own) else True
 
 
 def stored_as(kept: DTensor, stored: DTensor) -> DTensor:

@@ -19,9 +19,15 @@ PeakJudge = Callable[[Solution, dict[int, float]], tuple[float, list[Row]]]
 
 
 def least_memory(
-    problem: Problem, judge: PeakJudge, first: Solution, scale: float, settings: SearchSettings = DEFAULTS
+    problem: Problem,
+    judge: PeakJudge,
+    first: Solution,
+    scale: float,
+    settings: SearchSettings = DEFAULTS,
+    *,
+    below: float = math.inf,
 ) -> tuple[Solution, float]:
-    """A solution of nearly least peak memory, at any price, and its peak in bytes.
+    """A solution of nearly least peak memory, at any price, and its peak in bytes; or `first`, if no peak is `below` so many.
 
     Args:
         problem: what is solved.
@@ -30,17 +36,18 @@ def least_memory(
         first: any solution; it may be one whose peak is infinite, since it does not fit otherwise.
         scale: the unit of peaks, in bytes: about what a solution has.
         settings: `lean_windows`, `least_memory_rounds`, `least_memory_gap`.
+        below: a known peak: then only the first window is searched, which saves most of what can be saved.
     """
     presolved = merge_followers(problem, settings)
     relaxation = relaxation_of(presolved.problem, settings)
     relaxed = relaxation.relax()
     assert relaxed.result is not None, "there is a solution"
-    least, _ = judge(first, {})
-    best, reduced_costs = first, relaxation.reduced_costs()
+    best, least = first, min(below, judge(first, {})[0])
+    reduced_costs, whole = relaxation.reduced_costs(), whole_problem(presolved.problem)
     widths = [share * relaxed.bound for share in settings.lean_windows]
-    whole = whole_problem(presolved.problem)
-    windows = [window(whole, *reduced_costs, width, settings.largest_window) for width in widths]
-    for part in (*(part for part in windows if part is not None), whole):
+    found = [window(whole, *reduced_costs, width, settings.largest_window) for width in widths]
+    parts = [*(part for part in found if part is not None), whole]
+    for part in parts if below == math.inf else parts[:1]:
         best, least = _least_in(part, presolved, judge, (best, least), (scale, first.seconds), settings)
     return best, least
 

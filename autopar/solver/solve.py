@@ -79,7 +79,14 @@ class Solver:
         self._weighed: Weighed | None = None  # where regions are prices there
         self._series = False  # whether a limit was searched before
 
-    def solve(self, judge: Judge = lambda solution: (), rows: Iterable[Row] = (), *, cutoff: float = math.inf) -> Outcome:
+    def solve(
+        self,
+        judge: Judge = lambda solution: (),
+        rows: Iterable[Row] = (),
+        *,
+        cutoff: float = math.inf,
+        everywhere: bool = True,
+    ) -> Outcome:
         """The cheapest solution within all rows.
 
         Args:
@@ -88,6 +95,7 @@ class Solver:
             rows: initial rows. They must include those of the last call, with limits that are no higher: a series of limits
                 falls.
             cutoff: only solutions below so many seconds count, and only ones found soon.
+            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes.
 
         Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
         leaves none.
@@ -96,7 +104,7 @@ class Solver:
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), self.settings)
         found = None if memory.rows else self._without_rows(memory, cutoff)
         if found is None:
-            found = self._within_rows(memory, cutoff)
+            found = self._within_rows(memory, cutoff, everywhere=everywhere)
         if found.solution is None:
             return found
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
@@ -184,7 +192,7 @@ class Solver:
             best = found.search.window.expand(last.solution)
         return Outcome(solution=best if best is not None and best.seconds < cutoff else None, bound=bound)
 
-    def _within_rows(self, memory: LazyRows, cutoff: float) -> Outcome:
+    def _within_rows(self, memory: LazyRows, cutoff: float, *, everywhere: bool) -> Outcome:
         """The cheapest solution if rows bind: the first core tells nothing about more expensive solutions."""
         at_once = self._at_once(memory, cutoff) if self._base is None else None
         if at_once is not None:
@@ -210,7 +218,7 @@ class Solver:
             if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
                 found = self._proven(self._base, memory, found.solution, found.bound)
                 self._series = True
-            if found.solution is None and not found.complete:
+            if found.solution is None and not found.complete and everywhere:
                 last = search_rows(self._base.everything(), memory, cutoff)
                 found = replace(last, bound=max(found.bound, last.bound))
         except TimeLimitError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.errors import printable
 from autopar.plan.plan import Plan
 from autopar.plan.text import Grid, plain
@@ -42,8 +44,8 @@ class Report:
 
     @property
     def max_error(self) -> float:
-        """The largest error of the float64 comparison."""
-        return max((row.error for row in self.rows if row.what != "capture"), default=0.0)
+        """The largest error of the float64 comparison; NaN if any error is."""
+        return float(np.max([0.0, *(row.error for row in self.rows if row.what != "capture")]))
 
     def __str__(self) -> str:
         table = Grid("", "tensor", "max error", "allowed", "", box=None)

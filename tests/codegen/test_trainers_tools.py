@@ -327,6 +327,55 @@ def test_results_may_be_written_to(pool: WorkerPool, strategy: str) -> None:
     pool.run(f"{__name__}:written", strategy, ranks=2, keep=True)
 
 
+def parts_of_rank_0(path: str) -> None:
+    """Load what rank 0 saved of its parts, into the module, a submodule and a module around it."""
+    parallel = autopar.parallelize(Net(), X, (2,), strategy="fsdp", device="h100")
+    whole = {name: full_tensor(tensor).clone() for name, tensor in parallel.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(parallel.state_dict(), path)
+    dist.barrier()
+    saved = torch.load(path, weights_only=False)
+    average = AveragedModel(parallel)
+    body = {name.removeprefix("body."): tensor for name, tensor in saved.items()}
+    around = average.state_dict() | {f"module.{name}": tensor for name, tensor in saved.items()}
+    for module, state in ((parallel, saved), (parallel.body, body), (average, around)):
+        if dist.get_rank() == 0:
+            module.load_state_dict(state)
+        else:
+            with pytest.raises(InputError, match="weight was saved on another rank, and has only that rank's part"):
+                module.load_state_dict(state)
+    for name, tensor in parallel.state_dict().items():
+        assert torch.equal(full_tensor(tensor), whole[name])
+
+
+def test_a_file_that_has_only_the_part_of_rank_0_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    """Each other rank took that part for its own."""
+    pool.run(f"{__name__}:parts_of_rank_0", str(tmp_path / "state.pt"), ranks=2, keep=True)
+
+
+def replaced(strategy: str) -> None:
+    """Put whole tensors in the place of parameters; others may be set."""
+    parallel = autopar.parallelize(Net(), X, (2,), strategy=strategy, device="h100")
+    for owner, name, new in (
+        (parallel, "body", Net().body),
+        (parallel.body, "0", nn.Linear(8, 16)),
+        (getattr(parallel.body, "0"), "weight", nn.Parameter(torch.ones(16, 8))),
+    ):
+        with pytest.raises(InputError, match="weight cannot be replaced by a whole tensor"):
+            setattr(owner, name, new)
+    loss = parallel(X)
+    parallel.load_state_dict({"body.0.weight": torch.ones(16, 8)}, strict=False)  # as the message says
+    assert torch.equal(full_tensor(parallel.get_parameter("body.0.weight")), torch.ones(16, 8))
+    assert parallel(X) != loss
+    parallel.mine = nn.Linear(2, 2)
+    parallel.body.mine = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_a_whole_tensor_does_not_take_the_place_of_parts(pool: WorkerPool, strategy: str) -> None:
+    pool.run(f"{__name__}:replaced", strategy, ranks=2, keep=True)
+
+
 class Halving(nn.Module):
     """Scales what a checkpoint has, as a model does that reads files of its older versions."""
 

@@ -127,6 +127,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one_and_all_names() -> None
     first, *rest = str(caught.value).splitlines()
     assert first == "no device is called 'a100-80g'; did you mean 'a100-80gb'?"
     assert all(name in rest[0] for name in NAMES)
+    with pytest.raises(MeshError, match=r"no device is called 'a100'; did you mean 'a100-40gb' or 'a100-80gb'\?"):
+        device("a100")
 
 
 def test_names_are_found_in_any_case_and_a_device_is_taken_as_it_is() -> None:

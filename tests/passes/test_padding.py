@@ -51,8 +51,9 @@ class Wide(nn.Module):
 class Heads(nn.Module):
     """Attention of six heads of width 5, its projections in one layer or in three; grouped, two heads share keys and values."""
 
-    def __init__(self, *, fused: bool = False, groups: int = 1, causal: bool = True) -> None:
+    def __init__(self, *, fused: bool = False, groups: int = 1, causal: bool = True, eps: float | None = None) -> None:
         super().__init__()
+        self.eps = eps
         self.widths, self.causal = [30, 30 // groups, 30 // groups], causal
         layers = [sum(self.widths)] if fused else self.widths
         self.into = nn.ModuleList(nn.Linear(WIDTH, width) for width in layers)
@@ -64,6 +65,8 @@ class Heads(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, 5)).transpose(1, 2) for part in parts)
         if self.causal:
             query, key = query * 0.5 + query.flip(-1), key - key.flip(-1)
+        if self.eps is not None:
+            query = F.layer_norm(query, (5,), torch.ones(5, dtype=query.dtype), eps=self.eps)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=key.shape != query.shape)
         return self.out(mixed.transpose(1, 2).flatten(2)).square().sum()
 
@@ -92,12 +95,24 @@ def capped(scores: torch.Tensor, words: torch.Tensor, table: torch.Tensor) -> to
     return F.cross_entropy(torch.tanh(scores), words)
 
 
+def joined(alpha: float) -> Callable[..., torch.Tensor]:
+    return lambda scores, words, table: F.cross_entropy(torch.add(scores, scores, alpha=alpha), words)
+
+
 def averaged(scores: torch.Tensor, words: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return scores.mean()
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, (HIDDEN,))
+
+
+def cubed(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x) ** 3
+
+
+def rooted(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) ** 1.5
 
 
 def raised(x: torch.Tensor) -> torch.Tensor:
@@ -125,6 +140,7 @@ PADDED = {
     "a head of its own": (lambda: Words(entropy, tied=False), tokens, {"table.weight": (104, 8), "head.weight": (104, 8)}),
     "a head with bias": (lambda: Words(entropy, bias=True), tokens, {"table.weight": (104, 8), "head.bias": (104,)}),
     "scaled and cast scores": (lambda: Words(summed), tokens, {"table.weight": (104, 8)}),
+    "a sum of scores": (lambda: Words(joined(0.5)), tokens, {"table.weight": (104, 8)}),
     "logarithms": (lambda: Words(chosen), tokens, {"table.weight": (104, 8)}),
     "a mixture of words": (lambda: Words(mixed), tokens, {"table.weight": (104, 8)}),
     **{
@@ -133,18 +149,21 @@ PADDED = {
             rows,
             {"rise.weight": (32, 8), "rise.bias": (32,), "gate.weight": (32, 8), "fall.weight": (8, 32)},
         )
-        for between in (F.gelu, F.silu, torch.sigmoid, torch.relu)
+        for between in (F.gelu, F.silu, torch.sigmoid, torch.relu, cubed, rooted)
     },
 }
 ATTENTION = ":scaled_dot_product_attention#0"
 SPLIT = {
     "three projections": (lambda: Heads(), (4, 8, 6, 5)),
     "one projection": (lambda: Heads(fused=True), (4, 8, 6, 5)),
+    "normalised queries": (lambda: Heads(eps=1e-5), (4, 8, 6, 5)),
     "all see all": (lambda: Heads(causal=False), (4, 8, 6, 5)),
 }
 WHOLE = {
     "smoothed targets": (lambda: Words(smooth), tokens),
     "scores that are capped": (lambda: Words(capped), tokens),
+    "a difference of scores": (lambda: Words(joined(-0.5)), tokens),
+    "a power that has none of negative numbers": (lambda: Wide(lambda x: torch.sigmoid(x) ** 1.5), rows),
     "a mean of the scores": (lambda: Words(averaged), tokens),
     "a norm over the width": (lambda: Wide(normed), rows),
     "a sum of what is not zero in padding": (lambda: Wide(raised), rows),
@@ -197,6 +216,10 @@ def test_heads_are_padded_as_parts_of_dims_and_parameters_stay_what_they_are(
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         torch.testing.assert_close(after[key], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_not_padded_where_zeros_have_no_norm() -> None:
+    assert not rooms(read_program(Heads(eps=0.0), rows()).program, (4,), parts=True)
 
 
 @pytest.mark.parametrize("make, sample", WHOLE.values(), ids=WHOLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 
 import pytest
@@ -13,15 +14,19 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import BudgetError, ConstraintError, InputError
 from autopar.explain import report
+from autopar.formulation.budget_loop import smallest_of
+from autopar.formulation.memory_model import MemoryModel
 from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
+from autopar.planning import budget_errors
 from autopar.planning.optimize import analysed, solved
 from autopar.planning.planner import to_plan
 from autopar.runtime.memory_tracker import MemoryTracker
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.workers import WorkerPool
+from autopar.solver.settings import SearchSettings
 from autopar.verify.verification import verify
 from tests.support import models, planning, table
 from tests.support.planning import counted, link, mesh
@@ -305,6 +310,21 @@ def test_auto_micro_batches_report_the_smallest_budget_over_all_numbers() -> Non
     assert smallest < planning.smallest(PLAIN, ON)
     assert int(caught.value.details["microbatches"]) > 1
     assert planning.plan(PLAIN, ON, microbatches="auto", budget=smallest).peak_memory <= smallest
+
+
+def test_the_least_memory_is_searched_once_for_all_numbers_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = list[int]()
+
+    def noted(models: Iterable[MemoryModel], settings: SearchSettings) -> object:
+        known = list(models)
+        searched.append(len(known))
+        return smallest_of(known, settings)
+
+    monkeypatch.setattr(budget_errors, "smallest_of", noted)
+    with pytest.raises(BudgetError, match="the smallest budget that works is"):
+        planning.plan(PLAIN, ON, microbatches="auto", budget=1)
+    assert len(searched) == 1
+    assert searched[0] >= 5  # numbers of micro-batches: 1, 2, 4, 8, 16
 
 
 def test_auto_micro_batches_are_one_where_the_batch_cannot_be_parted() -> None:

@@ -80,6 +80,19 @@ def test_placements_are_read_in_mesh_order() -> None:
     assert placements((I, split(0, 2)), SHAPE, (2, 4)) == (Replicate(), _StridedShard(0, split_factor=3))
 
 
+def test_the_rows_behind_a_users_weight_are_no_padding() -> None:
+    """A checkpoint's tensor that is longer, or one tensor for all weights: they were read as zeros."""
+    longer = torch.ones(8, 3)
+    weight = nn.Parameter(longer[:7])
+    for _ in range(2):
+        assert torch.equal(to_local(weight, (8, 3)), torch.cat([torch.ones(7, 3), torch.zeros(1, 3)]))
+    weight.data = longer[:7]
+    assert torch.equal(to_local(weight, (8, 3))[7], torch.zeros(3))
+    weight.data = to_local(weight, (8, 3)).detach()[:7]  # the room is there, and nothing moves
+    place = weight.data_ptr()
+    assert to_local(weight, (8, 3)).data_ptr() == place
+
+
 def test_an_addend_cannot_be_stored() -> None:
     with pytest.raises(LayoutError, match="cannot be stored"):
         placements((P, I), SHAPE, (2, 4))

@@ -18,7 +18,7 @@ from autopar.ir.program import Parameter, Program
 from autopar.planning.planner import read_program
 from autopar.verify import verification
 from autopar.verify.execution import error
-from autopar.verify.report import Report
+from autopar.verify.report import Report, ReportRow
 
 
 class Running(nn.Module):
@@ -181,6 +181,14 @@ class Remembers(nn.Module):
         if getattr(self, "line", None) is None:
             self.register_buffer("line", torch.arange(8.0, device=x.device), persistent=False)
         return self.lin(x) * self.line
+
+
+def test_the_last_line_of_a_report_says_nan_where_a_row_does() -> None:
+    rows = [ReportRow(what="gradient", name="w", error=error, tolerance=1e-9) for error in (1e-12, math.nan, 1e-3)]
+    plan = autopar.plan(nn.Linear(4, 4), torch.ones(2, 4), (1,), device="h100")
+    report = Report(plan=plan, rows=tuple(rows))
+    assert math.isnan(report.max_error)
+    assert str(report).endswith("NOT equal: max error nan over 3 tensors")
 
 
 @pytest.mark.parametrize("place", [True, False])
