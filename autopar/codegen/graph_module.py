@@ -12,13 +12,12 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 from torch.fx.graph import PythonCode
 
 from autopar.codegen.absent_attributes import absent
 from autopar.errors import InputError
 from autopar.passes.precision import DTYPES, MIXED
-from autopar.runtime.storage import of_another_rank
+from autopar.runtime.storage import in_parts, of_another_rank
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,7 +48,7 @@ class _StoredModule(nn.Module):
         if isinstance(value, nn.Parameter | nn.Module):
             before = _parameters_of(self._modules.get(name) or self._parameters.get(name), name)
             for path, parameter in _parameters_of(value, name).items():
-                if isinstance(before.get(path), DTensor) and not isinstance(parameter, DTensor):
+                if in_parts(before.get(path)) and not in_parts(parameter):
                     raise InputError(
                         f"{path} cannot be replaced by a whole tensor: every rank stores the part that the plan gives it",
                         fix=f'load_state_dict({{"{path}": tensor}}, strict=False) for other values; another layer belongs into '

@@ -176,6 +176,11 @@ def given_like(tensor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(part, mesh, places, run_check=False, shape=stored.shape, stride=stored.stride())
 
 
+def in_parts(held: object) -> bool:
+    """Whether this is a tensor of which each rank stores a part, or a copy, as the plan says."""
+    return isinstance(held, DTensor)
+
+
 def of_another_rank(held: object) -> bool:
     """Whether a loaded object is a DTensor whose local part another rank saved: `torch.load` keeps that rank's place."""
     if not isinstance(held, DTensor):
