@@ -34,7 +34,8 @@ class _StoredModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load this module's own tensors, also as a part of another module; refuses what another rank saved of them."""
-        others = [name for name, held in state_dict.items() if name.startswith(prefix) and of_another_rank(held)]
+        own = (f"{prefix}{name}" for name in (*self._parameters, *self._buffers))
+        others = [name for name in own if of_another_rank(state_dict.get(name))]
         if others:
             raise InputError(
                 f"{others[0]} was saved on another rank, and has only that rank's part",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from autopar.errors import AutoparError, BudgetError, ConstraintError
+from autopar.errors import BudgetError, ConstraintError
 from autopar.formulation.budget_loop import smallest_of
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
@@ -42,14 +42,15 @@ class UnfitError(BudgetError):
         return UnfitError([model for one in errors for model in one.models], last.limit, last.options, last.settings)
 
     @functools.cached_property
-    def explained(self) -> AutoparError:
+    def explained(self) -> BudgetError:
         """The error that names the smallest budget that works."""
         found = smallest_of(reversed(self.models), self.settings)
-        return no_way(self.options) if found is None else _unfit(*found, self.limit, self.options)
+        assert found is not None, "what does not fit is a solution"
+        return _unfit(*found, self.limit, self.options)
 
 
-def explained(error: AutoparError) -> AutoparError:
-    """An error as the user sees it: of memory with the smallest budget that works."""
+def explained(error: BudgetError) -> BudgetError:
+    """An error as the user sees it: with the smallest budget that works."""
     return error.explained if isinstance(error, UnfitError) else error
 
 

@@ -237,8 +237,6 @@ class StagePlanner:
             return best if fits else self._fuller(step, full, best, share)
         except BudgetError as unfit:
             error = explained(unfit)
-            if not isinstance(error, BudgetError):
-                raise error from None
             least = int(str(error.details[SMALLEST]).removeprefix("budget="))
             raise StageBudgetError(
                 place,
