@@ -95,7 +95,8 @@ class Solver:
             rows: initial rows. They must include those of the last call, with limits that are no higher: a series of limits
                 falls.
             cutoff: only solutions below so many seconds count, and only ones found soon.
-            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes.
+            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes; otherwise
+                it is relaxed, which may prove that there is none.
 
         Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
         leaves none.
@@ -218,8 +219,9 @@ class Solver:
             if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
                 found = self._proven(self._base, memory, found.solution, found.bound)
                 self._series = True
-            if found.solution is None and not found.complete and everywhere:
-                last = search_rows(self._base.everything(), memory, cutoff)
+            if found.solution is None and not found.complete:
+                everything = self._base.everything()
+                last = search_rows(everything, memory, cutoff) if everywhere else _disproved(everything, memory, cutoff)
                 found = replace(last, bound=max(found.bound, last.bound))
         except TimeLimitError as error:
             if found.solution is None:
@@ -365,3 +367,12 @@ class Solver:
                 assert found.solution is not None
                 best = search.window.expand(found.solution)
         return Outcome(solution=best, bound=bound)
+
+
+def _disproved(everything: Search, memory: LazyRows, cutoff: float) -> Outcome:
+    """No solution, but a bound: infinite where relaxing everything with the rows as they are soon proves that there is none.
+
+    GPT-2 on (2, 2) within a sixth of the least memory: 0.15 CPU seconds, where the least memory takes 4 to 20.
+    """
+    everything.add([everything.window.row(replace(row, constant=0.0)) for row in memory.rows.values()])
+    return Outcome(solution=None, bound=everything.relaxation.relax(cutoff, improving=True).bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -56,3 +57,17 @@ def test_a_row_that_binds_proves_more_than_the_bound_without_it() -> None:
             continue
         proven += solver.none_below(close, judged(problem, row))
     assert proven >= 5
+
+
+def test_without_searching_everywhere_only_limits_that_no_solution_meets_have_an_infinite_bound() -> None:
+    proven = 0
+    for seed in SEEDS:
+        problem = random_problem(seed)
+        row = replace(binding(problem, seed), limit=0.0 if seed % 2 else binding(problem, seed).limit / 2)
+        found = Solver(problem, EXACT).solve(judged(problem, row), everywhere=False)
+        best = enumerate_all(problem, (row,))
+        if found.bound == math.inf:
+            assert best is None
+        proven += found.bound == math.inf
+        assert found.solution is None or best is not None
+    assert proven >= 10
