@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +21,7 @@ from autopar.ir.layout import State
 from autopar.solver.highs import SolverError
 from autopar.solver.lazy_rows import Excess, Judge
 from autopar.solver.least_memory import least_memory
+from autopar.solver.memory_prices import least_bytes
 from autopar.solver.problem import Floats, Row, Solution, row_bytes
 from autopar.solver.search import Outcome
 from autopar.solver.settings import DEFAULTS, SearchSettings
@@ -55,6 +57,7 @@ class BudgetLoop:
         self._formulated, self._memory_model, self._settings = formulated, memory_model, settings
         self._solver = Solver(formulated.problem, settings)
         self._rows: dict[int, Row] = {}  # of the moments that exceeded a limit
+        self._alive = np.zeros(0)  # bytes by moment, of the last solution
         self._away: dict[State, Row] = {}  # of the host and the disk, once a solution had too much there
 
     @property
@@ -83,6 +86,8 @@ class BudgetLoop:
         found = self.near(limit, cutoff, everywhere=False)
         if found.solution is not None or found.bound == math.inf:
             return found.solution
+        if settings.below < math.inf:
+            return self.near(limit, settings.below).solution
         least = smallest(self._formulated, memory_model, settings=settings)
         if least is None or memory_model.walk(least).max() > limit or memory_model.excess(least):
             return None
@@ -93,7 +98,8 @@ class BudgetLoop:
         """The cheapest solution within a limit found near the relaxation, or `everywhere`, with a lower bound on every
         solution.
         """
-        return self._solver.solve(self._judge(limit), self._known(limit), cutoff=cutoff, everywhere=everywhere)
+        judge, critical = self._judge(limit), partial(self._critical, limit)
+        return self._solver.solve(judge, self._known(limit), cutoff=cutoff, everywhere=everywhere, critical=critical)
 
     def free(self) -> Solution | None:
         """The cheapest solution without a memory limit; None if there is none at all."""
@@ -114,13 +120,16 @@ class BudgetLoop:
 
         def judge(solution: Solution) -> Iterator[Excess]:
             yield from self._elsewhere(solution)
-            alive = self._memory_model.walk(solution)
+            self._alive = alive = self._memory_model.walk(solution)
             for moment in _peaks(alive, limit, self._settings):
                 if moment not in self._rows:
                     self._rows[moment] = self._memory_model.row(moment, limit)
                 yield Excess(row=replace(self._rows[moment], limit=limit), bytes=float(alive[moment]) - limit)
 
         return judge
+
+    def _critical(self, limit: float) -> list[Row]:
+        return _critical(self._memory_model, self._alive, limit, self._settings)
 
     def _elsewhere(self, solution: Solution) -> Iterator[Excess]:
         """The host or the disk, if a solution stores too much there."""
@@ -140,6 +149,12 @@ def _peaks(alive: Floats, limit: float, settings: SearchSettings) -> list[int]:
         if all(abs(moment - other) > near for other in found):
             found.append(moment)
     return found
+
+
+def _critical(memory_model: MemoryModel, alive: Floats, limit: float, settings: SearchSettings) -> list[Row]:
+    """The rows of the moments at which most is alive, which hardly anything may lower where the loss is computed."""
+    moments = np.argsort(-alive, kind="stable")[: settings.critical_moments]
+    return [memory_model.row(moment, limit) for moment in moments.tolist()]
 
 
 def smallest(formulated: PlanningProblem, memory_model: MemoryModel, *, settings: SearchSettings = DEFAULTS) -> Solution | None:
@@ -214,6 +229,10 @@ def _least(formulated: PlanningProblem, memory_model: MemoryModel, settings: Sea
                 rows.append(memory_model.row(moment, peak, more))
         return math.inf if memory_model.excess(solution) else peak, rows
 
+    def at_least(solution: Solution) -> float:
+        rows = _critical(memory_model, memory_model.walk(solution), 0.0, settings)
+        return max(least_bytes(formulated.problem, rows))
+
     scale = float(memory_model.walk(cheapest).max())
-    found, peak = least_memory(formulated.problem, judge, cheapest, scale, settings, below=below)
+    found, peak = least_memory(formulated.problem, judge, cheapest, scale, settings, below=below, at_least=at_least)
     return found if peak < below or below == math.inf else None

@@ -18,10 +18,13 @@ NARROWER = SELECTIVE, BLOCKS
 
 
 def cheapest_within(limit: Bytes, models: Iterable[MemoryModel], settings: SearchSettings) -> Posed | None:
-    """The cheapest solution of any of these problems within a limit; None if none is found."""
-    found = [(model, BudgetLoop(model.formulated, model, settings).within(limit)) for model in models]
-    fits = [(model, solution) for model, solution in found if solution is not None]
-    return min(fits, key=lambda one: one[1].seconds, default=None)
+    """The cheapest solution of any of these problems within a limit; None if none is found that beats the settings' cutoff."""
+    best: Posed | None = None
+    for model in models:
+        cutoff = settings.below if best is None else best[1].seconds
+        solution = BudgetLoop(model.formulated, model, settings).within(limit, cutoff=cutoff)
+        best = best if solution is None else (model, solution)
+    return best
 
 
 __all__ = ["NARROWER", "cheapest_within"]

@@ -26,6 +26,7 @@ def least_memory(
     settings: SearchSettings = DEFAULTS,
     *,
     below: float = math.inf,
+    at_least: Callable[[Solution], float] = lambda solution: 0.0,
 ) -> tuple[Solution, float]:
     """A solution of nearly least peak memory, at any price, and its peak in bytes; or `first`, if no peak is `below` so many.
 
@@ -37,7 +38,10 @@ def least_memory(
         scale: the unit of peaks, in bytes: about what a solution has.
         settings: `lean_windows`, `least_memory_rounds`, `least_memory_gap`.
         below: a known peak: then only the first window is searched, which saves most of what can be saved.
+        at_least: bytes that the peak of every solution has at least, by the moments at which a solution has most.
     """
+    if at_least(first) >= below:
+        return first, below
     presolved = merge_followers(problem, settings)
     relaxation = relaxation_of(presolved.problem, settings)
     relaxed = relaxation.relax()
@@ -49,6 +53,8 @@ def least_memory(
     parts = [*(part for part in found if part is not None), whole]
     for part in parts if below == math.inf else parts[:1]:
         best, least = _least_in(part, presolved, judge, (best, least), (scale, first.seconds), settings)
+        if least <= (1 + settings.least_memory_gap) * at_least(best):
+            break
     return best, least
 
 

@@ -283,6 +283,10 @@ class SearchSettings:
     least_memory_peaks: int = 3
     """Moments of one solution that bring rows in each of these rounds (budgets)."""
 
+    critical_moments: int = 16
+    """Moments of the largest memory at which the least bytes of all solutions are bounded: GPT-2's loss is among them, also
+    where that of the fastest solution is larger elsewhere (budgets)."""
+
     least_memory_gap: float = 5e-3
     """Relative gap of the peak at which minimising it stops; and of the least memory, as reported, 1% is left (below)."""
 

@@ -31,7 +31,7 @@ clock, unless the user sets a deadline: then the best solution so far is the ans
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autopar.solver.column_generation import best_prices
@@ -41,6 +41,7 @@ from autopar.solver.highs import TimeLimitError
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.lazy_rows import Judge, LazyRows
 from autopar.solver.link_weights import Weighed, best_weights
+from autopar.solver.memory_prices import least_bytes
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Problem, Row, Solution, price
 from autopar.solver.proposal import by_sums
@@ -86,6 +87,7 @@ class Solver:
         *,
         cutoff: float = math.inf,
         everywhere: bool = True,
+        critical: Callable[[], Iterable[Row]] = lambda: (),
     ) -> Outcome:
         """The cheapest solution within all rows.
 
@@ -97,6 +99,8 @@ class Solver:
             cutoff: only solutions below so many seconds count, and only ones found soon.
             everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes; otherwise
                 it is relaxed, which may prove that there is none.
+            critical: the rows of moments at which much is alive, called where rows bind: where every solution has too much at
+                one of them, none is searched.
 
         Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
         leaves none.
@@ -105,6 +109,9 @@ class Solver:
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), self.settings)
         found = None if memory.rows else self._without_rows(memory, cutoff)
         if found is None:
+            rows = list(map(presolved.row, critical()))
+            if any(bytes > row.limit for row, bytes in zip(rows, least_bytes(presolved.problem, rows), strict=True)):
+                return Outcome(solution=None, bound=math.inf)
             found = self._within_rows(memory, cutoff, everywhere=everywhere)
         if found.solution is None:
             return found

@@ -21,10 +21,11 @@ from autopar.formulation.formulate import PlanningProblem, formulate
 from autopar.formulation.memory_model import MemoryModel
 from autopar.ir.training_step import TrainingStep
 from autopar.solver.lazy_rows import Excess
+from autopar.solver.memory_prices import least_bytes
 from autopar.solver.presolve import merge_followers
 from autopar.solver.problem import Choice, ConditionalCost, Consumer, Edge, Floats, Problem, Solution, price, row_bytes
 from autopar.solver.settings import DEFAULTS, EXACT
-from autopar.solver.solve import solve
+from autopar.solver.solve import Solver, solve
 from autopar.verify.testing import random_solution
 from tests.solver.random_problems import bytes_of, enumerate_all, random_problem, random_row
 from tests.support import planning
@@ -117,6 +118,24 @@ def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     assert memory_model.walk(found).max() <= budget
     assert found.seconds >= free.seconds * (1 - 2e-3)
     assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.recompute))
+
+
+@pytest.mark.parametrize("model", ["layers", pytest.param("gpt2", marks=pytest.mark.thorough)])
+def test_no_peak_is_below_the_least_bytes_of_any_moment(model: str) -> None:
+    made, memory_model = formulated(model, "2x4")
+    rows = [memory_model.row(moment, 1.0) for moment in range(2 * memory_model.liveness.count + 1)]
+    bytes, least = max(least_bytes(made.problem, rows)), smallest(made, memory_model)
+    assert least is not None
+    others = [random_solution(made.problem, random.Random(seed)) for seed in range(20)]
+    peaks = [memory_model.walk(one).max() for one in (least, *others)]
+    assert 0.6 * min(peaks) <= bytes <= min(peaks) * (1 + 1e-9)
+
+
+def test_where_every_solution_has_too_much_at_some_moment_no_window_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, memory_model = formulated("gpt2", "2x4")
+    rows = [memory_model.row(moment, 1.0) for moment in range(2 * memory_model.liveness.count + 1)]
+    monkeypatch.setattr(Solver, "_within_rows", lambda *args, **named: pytest.fail("a window is searched"))
+    assert within(made, memory_model, int(0.9 * max(least_bytes(made.problem, rows)))) is None
 
 
 @pytest.mark.parametrize("model", ["layers", pytest.param("gpt2", marks=pytest.mark.thorough)])

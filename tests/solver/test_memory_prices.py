@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.solver.memory_prices import charged
+from autopar.solver.memory_prices import charged, least_bytes
 from autopar.solver.problem import Arcs, Edge, Picks, Problem, Row, end_node, price, row_bytes
 from autopar.solver.settings import EXACT
 from autopar.solver.solve import solve
@@ -95,3 +95,23 @@ def test_column_generation_bounds_every_solution_and_what_it_finds_keeps_the_row
         one = found.solution
         assert one.seconds == pytest.approx(price(problem, one.picks, one.arcs, one.recompute))
         assert row_bytes(problem, row, one.picks, one.arcs, one.recompute) <= row.limit + 1e-6
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("make, seed", CASES)
+def test_no_solution_has_less_than_the_least_bytes_whatever_is_made_again(make: Callable[[int], Problem], seed: int) -> None:
+    problem, draw = make(seed), random.Random(seed)
+    rows = rows_of(problem, seed)
+    for row, least in zip(rows, least_bytes(problem, rows), strict=True):
+        for picks, arcs in draw.sample(found := solutions(problem), min(20, len(found))):
+            ways = list(all_again(problem, picks, arcs))
+            for again in draw.sample(ways, min(200, len(ways))):
+                assert row_bytes(problem, row, picks, arcs, again) - row.constant >= least - 1e-9
+
+
+@pytest.mark.parametrize("seed", SMALL[:30])
+def test_least_bytes_are_exact_where_nothing_is_made_again_nor_saved_nor_converted(seed: int) -> None:
+    problem = repeated(seed)
+    row = replace(rows_of(problem, seed)[0], recompute={}, retained=(), uses={})
+    least = min(row_bytes(problem, row, picks, arcs) for picks, arcs in solutions(problem))
+    assert list(least_bytes(problem, [row])) == [pytest.approx(least - row.constant)]
