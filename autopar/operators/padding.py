@@ -132,9 +132,11 @@ def subtracted(padded: Padded) -> PaddingValue | None:
 
 @elementwise
 def power(padded: Padded) -> PaddingValue | None:
-    """A power of at least one keeps zeros; of other numbers, which may be negative, only a whole power is a number."""
+    """A whole power of at least one keeps zeros. Other powers are no number where that may be negative, and have some infinite
+    derivative at zero: x^1.5 the second.
+    """
     exponent = (*padded.op.args, None)[1]
-    possible = isinstance(exponent, (int, float)) and exponent >= 1 and (exponent % 1 == 0 or padded.inside[0] is ZERO)
+    possible = isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
     return zero_to_zero(padded) if possible else None
 
 

@@ -42,7 +42,11 @@ def planned_alike(program: Program, found: ResolvedPipeline, mesh: Mesh, options
     plan, pipeline = found.plan, found.plan.pipeline
     assert pipeline is not None, "the plan has a pipeline"
     known = program.values.keys()
-    step = as_planned(replace(plan, padded={name: line for name, line in plan.padded.items() if name in known}), program)
+    rooms = {name: line for name, line in plan.padded.items() if name in known}
+    try:
+        step = as_planned(replace(plan, padded=rooms), program)
+    except PlanError as error:
+        raise _other(f"stored with padding, which would count in what this mode computes: {', '.join(rooms)}") from error
     starts = _starts(found, step.program)
     try:
         steps = StageSteps(step, starts)

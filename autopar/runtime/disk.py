@@ -100,14 +100,14 @@ def file_of(*tensors: torch.Tensor) -> File:
 
 def seal(tensor: torch.Tensor) -> None:
     """Take the checksum of a tensor on the disk as it is."""
-    if _spans(tensor):
+    if _starts(tensor):
         found = _files[_address(tensor)]
         found.checksum, found.version = _checksum(_flat(tensor)), tensor._version
 
 
 def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = None) -> None:
     """Raise DiskError if a tensor on the disk is not what was written; one with a later write is accepted."""
-    if not _spans(tensor):  # with padding in its file, or padded in a copy
+    if not _starts(tensor):  # a padded copy
         return
     found = _files[_address(tensor)]
     read = _checksum(_flat(tensor)) if checksum is None else checksum
@@ -152,9 +152,9 @@ def write(gradients: Tensors, like: File, dtype: torch.dtype) -> Iterator[torch.
         yield kept
 
 
-def _spans(tensor: torch.Tensor) -> bool:
-    """Whether a tensor spans its whole file."""
-    return on_disk(tensor) and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+def _starts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the start of its file, where the rest, if any, is padding."""
+    return on_disk(tensor) and tensor.is_contiguous() and not tensor.storage_offset()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -39,7 +39,8 @@ def norm_of(parameters: Iterable[nn.Parameter], norm_type: float) -> torch.Tenso
         norm = nn.utils.get_total_norm(gradients, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     dtype = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients))
-    own = nn.utils.get_total_norm([_part(gradient) for gradient in gradients if _counts(gradient, mesh)], norm_type)
+    parts = [_part(gradient) for gradient in gradients if _counts(gradient, mesh)]
+    own = nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type)  # nothing has no largest element
     # For powers; and it may be of no gradient, or of some on the host.
     own = own.to(mesh.device_type, torch.promote_types(dtype, torch.float32))
     return _joined(own, mesh, norm_type).to(dtype)

@@ -20,7 +20,7 @@ from autopar.runtime.world import Axis
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1  # the `reduction` argument of ATen's losses
-IGNORED = -1  # an `ignore_index` that is never the index of a local class
+IGNORED = -(1 << 62)  # an `ignore_index` that is never relative to a chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class _LossArguments:
         each = torch.ones((), dtype=wide, device=scores.device) if weight is None else self.broadcast(weight, scores)
         if target.is_floating_point():
             return _TargetProbabilities(dim=self.dim, dense=(target * (1 - self.smoothing) + uniform) * each)
-        index, outside = local_indices(target.unsqueeze(self.dim), self.axis.index * count, count)
+        index, outside = local_indices(target.unsqueeze(self.dim), self.axis, count, self.ignore_index)
         peak = each.expand(index.shape) if weight is None else weight[index]
         peak = (peak.to(wide) * (1 - self.smoothing)).masked_fill(outside, 0)
         dense = (each * uniform).expand_as(self.broadcast(scores.new_empty(count), scores)) if uniform else None
@@ -179,13 +179,20 @@ def vocab_parallel_nll_loss(
 ) -> torch.Tensor:  # fmt: skip
     """`aten.nll_loss_nd` of log-probabilities whose classes are split; partial, as one rank has the class of each target."""
     count = scores.shape[min(1, scores.dim() - 1)]
-    index, outside = local_indices(target, axis.index * count, count)
+    index, outside = local_indices(target, axis, count, ignore_index)
     index.masked_fill_(outside | (target == ignore_index), IGNORED)
     return aten.nll_loss_nd(scores, index, weight, reduction, IGNORED)  # type: ignore[no-any-return]
 
 
-def local_indices(indices: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices relative to the chunk `start ... start + count`, 0 for those outside it; and a mask of those outside."""
-    index = indices - start
-    outside = (index < 0) | (index >= count)
-    return index.masked_fill_(outside, 0), outside
+def local_indices(
+    indices: torch.Tensor, axis: Axis, count: int, ignored: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices relative to this rank's chunk of `count`, 0 for those in other ranks' chunks and those `ignored`; and a mask
+    of the latter two.
+
+    An index that is in no chunk stays outside of this one, so that the operator that reads with it raises as usual.
+    """
+    index = indices - axis.index * count
+    here, possible = (index >= 0) & (index < count), (indices >= 0) & (indices < axis.size * count)
+    elsewhere = (possible if ignored is None else possible | (indices == ignored)) & ~here
+    return index.masked_fill_(elsewhere, 0), elsewhere

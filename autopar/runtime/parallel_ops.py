@@ -34,8 +34,8 @@ aten = torch.ops.aten
 
 
 class _EmbeddingContext(Protocol):
-    start: int  # the first row of this rank's chunk
-    count: int  # rows in the chunk
+    axis: Axis
+    count: int  # rows in this rank's chunk
     padding_idx: int
     saved_tensors: tuple[torch.Tensor, ...]
 
@@ -47,16 +47,16 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     def forward(
         ctx: _EmbeddingContext, axis: Axis, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int
     ) -> torch.Tensor:
-        ctx.count, ctx.start, ctx.padding_idx = len(weight), axis.index * len(weight), padding_idx
+        ctx.axis, ctx.count, ctx.padding_idx = axis, len(weight), padding_idx
         ctx.save_for_backward(indices)
-        rows, outside = local_indices(indices, ctx.start, ctx.count)
+        rows, outside = local_indices(indices, axis, ctx.count)
         embedded: torch.Tensor = aten.embedding(weight, rows)
         return embedded.masked_fill_(outside.unsqueeze(-1), 0)
 
     @staticmethod
     def backward(ctx: _EmbeddingContext, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
         (indices,) = ctx.saved_tensors
-        rows, outside = local_indices(indices, ctx.start, ctx.count)
+        rows, outside = local_indices(indices, ctx.axis, ctx.count)
         hidden = outside | (indices == ctx.padding_idx)
         if torch.is_grad_enabled():  # only hidden gradients, not hidden rows, have a derivative
             gradient = gradient.masked_fill(hidden.unsqueeze(-1), 0)

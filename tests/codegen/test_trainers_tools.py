@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 from pathlib import Path
 
@@ -183,6 +184,22 @@ def test_the_norm_of_gradients_in_any_layout_is_that_of_the_whole_ones_and_warns
     make: type[Net], pool: WorkerPool
 ) -> None:
     assert pool.run(f"{__name__}:norms", make, ranks=4, keep=True) == [[]] * 4
+
+
+def some_ranks_have_nothing(_: None) -> None:
+    """The largest gradient where the last of four ranks has no row of six."""
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)), torch.randn(4, 8)
+    parallel = autopar.parallelize(copy.deepcopy(plain), x, (4,), device="h100", constraints={"0.weight": "S(0)"})
+    for module in (plain, parallel):
+        module(x).square().mean().backward()
+    for kind in (2.0, math.inf):
+        expected = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()], kind)
+        torch.testing.assert_close(parallel.clip_grad_norm_(10.0, kind), expected)
+
+
+def test_the_largest_gradient_is_found_where_a_rank_has_none(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:some_ranks_have_nothing", None, ranks=4)
 
 
 def composed(_: None) -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import resource
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import BudgetError, DiskError, InputError
+from autopar.errors import BudgetError, DiskError, InputError, RankError
 from autopar.explain.report import memory
 from autopar.ir.device import Device, Disk
 from autopar.plan.options import Options
@@ -22,6 +23,9 @@ from autopar.plan.plan import Plan
 from autopar.plan.text import plain
 from autopar.runtime.disk import on_disk
 from autopar.runtime.memory_tracker import MemoryTracker
+from autopar.runtime.single_steps import local
+from autopar.runtime.storage import full_tensor
+from autopar.runtime.workers import WorkerPool
 from autopar.verify.testing import peak
 from autopar.verify.verification import verify
 from tests.memory.test_host_memory import Model, Products, device, equal_steps, made
@@ -192,6 +196,32 @@ def test_a_damaged_file_is_an_error_and_what_is_written_on_purpose_is_not() -> N
         parallel(batch)
     parallel.load_state_dict(model.state_dict())
     assert parallel(batch) == model(batch)
+
+
+def padded_steps(_: None) -> list[str]:
+    """Two steps by torch's optimizer of rows on the disk that the mesh does not divide; then the errors of a damaged one."""
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(8, 7), nn.Sigmoid(), nn.Linear(7, 8)).double(), torch.randn(4, 8).double()
+    options = {"offload": "disk", "host_memory": "1GB", "disk_memory": "1GB", "constraints": {"0.weight": "S(0), D"}}
+    parallel = autopar.parallelize(deepcopy(plain), x, (2,), device=with_disk(), **options)  # type: ignore[arg-type]
+    for module in (parallel, plain):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+        for _ in range(2):
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(full_tensor(parallel.get_parameter("0.weight")), plain.get_parameter("0.weight"))
+    local(parallel.get_parameter("0.weight")).data[0, 0] += 1e-6
+    try:
+        parallel(x)
+    except (DiskError, RankError) as error:
+        return [type(error).__name__]
+    return []
+
+
+def test_a_chunk_with_padding_in_its_file_is_checked_like_others(pool: WorkerPool) -> None:
+    found = pool.run(f"{__name__}:padded_steps", ranks=2)
+    assert "DiskError" in {name for names in found for name in names}
 
 
 def test_what_is_loaded_into_a_model_on_meta_lies_where_the_plan_stores_it() -> None:

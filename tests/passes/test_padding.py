@@ -149,7 +149,7 @@ PADDED = {
             rows,
             {"rise.weight": (32, 8), "rise.bias": (32,), "gate.weight": (32, 8), "fall.weight": (8, 32)},
         )
-        for between in (F.gelu, F.silu, torch.sigmoid, torch.relu, cubed, rooted)
+        for between in (F.gelu, F.silu, torch.sigmoid, torch.relu, cubed)
     },
 }
 ATTENTION = ":scaled_dot_product_attention#0"
@@ -164,6 +164,7 @@ WHOLE = {
     "scores that are capped": (lambda: Words(capped), tokens),
     "a difference of scores": (lambda: Words(joined(-0.5)), tokens),
     "a power that has none of negative numbers": (lambda: Wide(lambda x: torch.sigmoid(x) ** 1.5), rows),
+    "a power without a second derivative at zero": (lambda: Wide(rooted), rows),
     "a mean of the scores": (lambda: Words(averaged), tokens),
     "a norm over the width": (lambda: Wide(normed), rows),
     "a sum of what is not zero in padding": (lambda: Wide(raised), rows),

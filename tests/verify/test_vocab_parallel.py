@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from autopar.ir.mesh import Mesh
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.planning.planner import read_program
+from autopar.runtime.losses import vocab_parallel_cross_entropy, vocab_parallel_nll_loss
 from autopar.runtime.memory_tracker import MemoryTracker
+from autopar.runtime.parallel_ops import vocab_parallel_embedding
 from autopar.runtime.workers import WorkerPool
+from autopar.runtime.world import Axis, Context
 from autopar.verify.verification import verify
 from tests.support import planning, table
 from tests.support.planning import NVLINK, form, mesh
@@ -181,6 +185,28 @@ def test_a_negative_log_likelihood_of_split_classes_sends_nothing_of_its_own(thr
     assert sent == {("all_reduce", "forward", 4): 1}  # the loss itself, in addends
     report = verify(Likely(width), sample, on, plan, Options(), threads)
     assert report.ok, report
+
+
+WRONG = {
+    "rows": lambda axis, index: vocab_parallel_embedding(axis, torch.randn(VOCABULARY // axis.size, 3), index),
+    "log-probabilities": lambda axis, index: vocab_parallel_nll_loss(axis, torch.randn(2, VOCABULARY // axis.size), index),
+    "scores": lambda axis, index: vocab_parallel_cross_entropy(axis, torch.randn(2, VOCABULARY // axis.size), index),
+}
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, VOCABULARY + 50, -1])
+@pytest.mark.parametrize("read", WRONG.values(), ids=WRONG)
+def test_an_index_that_no_rank_has_is_an_error_on_every_rank(
+    threads: Threads, read: Callable[[Axis, torch.Tensor], torch.Tensor], wrong: int
+) -> None:
+    def tried(context: Context) -> str:
+        try:
+            read(context.axes[0], torch.tensor([3, wrong]))
+        except (IndexError, RuntimeError) as error:
+            return str(error)
+        return "nothing is raised"
+
+    assert all("out of" in message for message in threads.threads.run(Mesh.of((2,)), tried))
 
 
 def many() -> tuple[nn.Module, dict[str, torch.Tensor]]:
