@@ -1,4 +1,4 @@
-"""What other libraries ask of models and that a parallel module has not, each with the way out."""
+"""What a parallel module has not of its model: what other libraries ask for, each with the way out, and what its class has."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ class AbsentAttributeError(InputError, AttributeError):
 
 
 def absent(name: str) -> AbsentAttributeError | None:
-    """The error for an attribute that a parallel module has not, if another library is known to ask for it."""
-    fix = WAYS_OUT.get(name)
-    return None if fix is None else AbsentAttributeError(f"a parallel module has no attribute {name!r}", fix=fix)
+    """The error for an attribute that a parallel module has not; None for a private one, which is not the user's."""
+    if name.startswith("_"):
+        return None
+    fix = WAYS_OUT.get(name, f"model.{name}: a parallel module has the tensors and the forward of the model, and no more of it")
+    return AbsentAttributeError(f"a parallel module has no attribute {name!r}", fix=fix)
 
 
 __all__ = ["absent"]

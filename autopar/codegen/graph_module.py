@@ -17,7 +17,7 @@ from torch.fx.graph import PythonCode
 from autopar.codegen.absent_attributes import absent
 from autopar.errors import InputError
 from autopar.passes.precision import DTYPES, MIXED
-from autopar.runtime.storage import in_parts, of_another_rank
+from autopar.runtime.storage import given_like, in_parts, of_another_rank
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,8 +33,10 @@ class _StoredModule(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load this module's own tensors, also as a part of another module; refuses what another rank saved of them."""
-        own = (f"{prefix}{name}" for name in (*self._parameters, *self._buffers))
+        """Load this module's own tensors, also as a part of another module: whole ones, of which each rank takes its part, or
+        DTensors; refuses what another rank saved of them.
+        """
+        own = {f"{prefix}{name}": held for name, held in (*self._parameters.items(), *self._buffers.items())}
         others = [name for name in own if of_another_rank(state_dict.get(name))]
         if others:
             raise InputError(
@@ -42,6 +44,9 @@ class _StoredModule(nn.Module):
                 fix="a file for all ranks: save with torch.distributed.checkpoint, or on rank 0 what get_model_state_dict of "
                 "torch.distributed.checkpoint.state_dict returns with StateDictOptions(full_state_dict=True)",
             )
+        for name, stored in own.items():
+            if isinstance(given := state_dict.get(name), torch.Tensor) and stored is not None:
+                state_dict[name] = given_like(given, stored)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -85,7 +90,7 @@ class GraphModule(_StoredModule, fx.GraphModule):
         self.graph = graph
 
     def __getattr__(self, name: str) -> Any:
-        """A parameter, buffer or submodule; of what other libraries ask for and is none of these the error says what to do."""
+        """A parameter, buffer or submodule; where there is none of that name the error says what to do."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -33,12 +33,13 @@ MASK = (1 << 8 * WORD) - 1
 
 @dataclass(slots=True)
 class File:
-    """A mapped file: the device that it is for, its folder, and the checksum of a version."""
+    """A mapped file: the device that it is for, its folder, and the checksum of a version, by torch's counters of writes."""
 
     device: torch.device
     folder: str
     checksum: int = 0
-    version: int = -1  # of torch's counter of writes; -1 before anything is known
+    version: tuple[int, int] | None = None  # of the tensor and of the DTensor around it; None before anything is known
+    around: int = 0  # the latter as it is now
     mapping: weakref.ref[torch.UntypedStorage] | None = None  # which forgets the file when nothing maps it any more
 
 
@@ -98,11 +99,19 @@ def file_of(*tensors: torch.Tensor) -> File:
     return found or File(device=device, folder=folder_of(""))
 
 
+def note_writes(tensor: torch.Tensor, around: int) -> None:
+    """Tell torch's counter of writes of the DTensor `around` a tensor: what is written through it does not count as written to
+    the tensor.
+    """
+    if _files and on_disk(tensor):
+        _files[_address(tensor)].around = around
+
+
 def seal(tensor: torch.Tensor) -> None:
     """Take the checksum of a tensor on the disk as it is."""
     if _starts(tensor):
         found = _files[_address(tensor)]
-        found.checksum, found.version = _checksum(_flat(tensor)), tensor._version
+        found.checksum, found.version = _checksum(_flat(tensor)), (tensor._version, found.around)
 
 
 def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = None) -> None:
@@ -110,15 +119,15 @@ def check(tensor: torch.Tensor, name: str = "a tensor", checksum: int | None = N
     if not _starts(tensor):  # a padded copy
         return
     found = _files[_address(tensor)]
-    read = _checksum(_flat(tensor)) if checksum is None else checksum
-    if found.version == tensor._version and found.checksum != read:
+    read, version = _checksum(_flat(tensor)) if checksum is None else checksum, (tensor._version, found.around)
+    if found.version == version and found.checksum != read:
         raise DiskError(
             f"{name} of shape {tuple(tensor.shape)} on the disk is damaged: it is not what was written",
             folder=found.folder,
             checksum=f"{read:016x}, and {found.checksum:016x} when it was written",
             fix=f"load a checkpoint; {DiskError.another}. What is written through `.data` looks so, too: use torch.no_grad()",
         )
-    found.checksum, found.version = read, tensor._version
+    found.checksum, found.version = read, version
 
 
 def start_read(weights: Tensors) -> tuple[torch.Tensor, ...]:
@@ -219,6 +228,6 @@ def _checksum(flat: torch.Tensor) -> int:
 
 
 __all__ = [
-    "File", "check", "empty_on_disk", "file_of", "folder_of", "on_disk", "seal", "start_read", "to_disk",
+    "File", "check", "empty_on_disk", "file_of", "folder_of", "note_writes", "on_disk", "seal", "start_read", "to_disk",
     "wait_read", "write", "zeros_beside",
 ]  # fmt: skip

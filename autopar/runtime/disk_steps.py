@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.errors import InputError
 from autopar.runtime import steps_in_backward
-from autopar.runtime.disk import File, check, file_of, on_disk, seal, to_disk
+from autopar.runtime.disk import File, check, file_of, note_writes, on_disk, seal, to_disk
 from autopar.runtime.single_steps import check_single_steps, local, only
 
 
@@ -70,14 +70,14 @@ class _DiskSteps:
     def _step(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
         """Step one parameter, and move its state to the disk."""
         own, state = local(parameter), optimizer.state[parameter]
-        for tensor in (own, parameter.grad, *state.values()):
+        for tensor in (parameter, parameter.grad, *state.values()):
             if isinstance(tensor, torch.Tensor) and on_disk(local(tensor)):
-                check(local(tensor), "a parameter, gradient or state")
+                check(_noted(tensor), "a parameter, gradient or state")
         optimizer.step()
         file, state = file_of(own), optimizer.state[parameter]
         state.update({name: _moved(kept, file) for name, kept in _large(state, own)})
-        for tensor in (own, *(local(kept) for _, kept in _large(state, own))):
-            seal(tensor)
+        for tensor in (parameter, *(kept for _, kept in _large(state, own))):
+            seal(_noted(tensor))
 
 
 def _check(optimizer: optim.Optimizer, closures: tuple[object, ...]) -> None:
@@ -85,6 +85,12 @@ def _check(optimizer: optim.Optimizer, closures: tuple[object, ...]) -> None:
     if any(closure is not None for closure in closures):
         raise InputError("an optimizer over weights on the disk takes no closure", fix="compute the gradients before its step")
     check_single_steps(optimizer, "on the disk")
+
+
+def _noted(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, with what was written through the DTensor around it noted."""
+    note_writes(own := local(tensor), tensor._version if own is not tensor else 0)
+    return own
 
 
 def _large(state: Mapping[str, object], own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,7 +30,7 @@ from autopar.errors import LayoutError
 from autopar.ir.layout import AWAY, I, Layout, away, blocks, chunk, each_split, place, shard, split, storable, take
 from autopar.runtime import checkpoint, whole_weights
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
-from autopar.runtime.disk import on_disk, seal, zeros_beside
+from autopar.runtime.disk import note_writes, on_disk, seal, zeros_beside
 from autopar.runtime.host_memory import moved
 from autopar.runtime.world import Axis, Context
 
@@ -96,8 +96,12 @@ def to_local(stored: torch.Tensor, padded_shape: Sequence[int] | None = None) ->
 
     With a `padded_shape` zeros are appended up to that shape. The target of a `call_function` node of emitted code.
     """
-    if padded_shape is not None and not torch.compiler.is_compiling():
-        _allocate_padding(stored._local_tensor if isinstance(stored, DTensor) else stored, padded_shape)
+    if not torch.compiler.is_compiling():
+        own = stored._local_tensor if isinstance(stored, DTensor) else stored
+        if padded_shape is not None:
+            _allocate_padding(own, padded_shape)
+        if own is not stored:
+            note_writes(own, stored._version)
     part = stored.to_local(grad_placements=stored.placements) if isinstance(stored, DTensor) else stored
     return part if padded_shape is None else _Padded.apply(part, padded_shape)  # type: ignore[no-untyped-call]
 

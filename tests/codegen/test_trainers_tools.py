@@ -202,6 +202,22 @@ def test_the_largest_gradient_is_found_where_a_rank_has_none(pool: WorkerPool) -
     pool.run(f"{__name__}:some_ranks_have_nothing", None, ranks=4)
 
 
+def loaded_around(_: None) -> None:
+    """Whole tensors, loaded into a module around a parallel one and into a submodule of one."""
+    plain, other = nn.ModuleDict({"net": Net(), "head": nn.Linear(8, 2)}), nn.Linear(8, 16)
+    parallel = autopar.parallelize(Net(), X, (2,), device="h100", strategy="fsdp")
+    nn.ModuleDict({"net": parallel, "head": nn.Linear(8, 2)}).load_state_dict(
+        {name: 2 * tensor for name, tensor in plain.state_dict().items()}
+    )
+    parallel.get_submodule("body.0").load_state_dict(other.state_dict())
+    found = [full_tensor(parallel.get_parameter(f"body.{name}")) for name in ("0.weight", "2.weight")]
+    torch.testing.assert_close(found, [other.weight, 2 * plain.get_parameter("net.body.2.weight")])
+
+
+def test_whole_tensors_are_loaded_into_a_module_around_and_into_a_submodule(pool: WorkerPool) -> None:
+    pool.run(f"{__name__}:loaded_around", None, ranks=2)
+
+
 def composed(_: None) -> None:
     """Two forwards before one backward, and a parallel module behind another, with the gradient of the input."""
     x, other = (batches()[0, part].requires_grad_() for part in range(PARTS))
@@ -441,14 +457,15 @@ def test_a_function_that_asks_for_classes_of_submodules_is_warned_of() -> None:
 def test_what_other_libraries_ask_of_models_is_absent_with_a_way_out() -> None:
     """LocalSGD of accelerate and SFTTrainer of trl ended in torch's AttributeError, as in that of any name."""
     parallel = autopar.parallelize(Net(), X, mesh=1)
-    for name, fix in (("no_sync", "LocalSGD"), ("config", "trl"), ("module", "itself"), ("save_pretrained", "integrations")):
+    others = {"no_sync": "LocalSGD", "config": "trl", "module": "itself", "save_pretrained": "integrations"}
+    for name, fix in (others | {"preprocess": "model.preprocess"}).items():
         with pytest.raises(InputError, match=f"^a parallel module has no attribute '{name}'") as refusal:
             getattr(parallel, name)
         assert fix in refusal.value.details["fix"]
         assert not hasattr(parallel, name)
     assert getattr(parallel, "no_sync", None) is None, "accelerate's Accelerator.no_sync does nothing then"
-    with pytest.raises(AttributeError, match="'ParallelModule' object has no attribute 'nothing'"):
-        _ = parallel.nothing
+    with pytest.raises(AttributeError, match="'ParallelModule' object has no attribute '_nothing'"):
+        _ = parallel._nothing
 
 
 class Wrapping(nn.Module):

@@ -198,19 +198,25 @@ def test_a_damaged_file_is_an_error_and_what_is_written_on_purpose_is_not() -> N
     assert parallel(batch) == model(batch)
 
 
-def padded_steps(_: None) -> list[str]:
-    """Two steps by torch's optimizer of rows on the disk that the mesh does not divide; then the errors of a damaged one."""
+def split_steps(width: int) -> list[str]:
+    """Steps by torch's optimizer of split rows on the disk, with gradients that add up and writes to the weights; then the
+    errors of a damaged file.
+    """
     torch.manual_seed(0)
-    plain, x = nn.Sequential(nn.Linear(8, 7), nn.Sigmoid(), nn.Linear(7, 8)).double(), torch.randn(4, 8).double()
+    plain, x = nn.Sequential(nn.Linear(8, width), nn.Sigmoid(), nn.Linear(width, 8)).double(), torch.randn(4, 8).double()
     options = {"offload": "disk", "host_memory": "1GB", "disk_memory": "1GB", "constraints": {"0.weight": "S(0), D"}}
     parallel = autopar.parallelize(deepcopy(plain), x, (2,), device=with_disk(), **options)  # type: ignore[arg-type]
     for module in (parallel, plain):
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
-        for _ in range(2):
+        for part in range(4):
             module(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if part % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                with torch.no_grad():
+                    module.get_parameter("0.weight").mul_(0.9)
     torch.testing.assert_close(full_tensor(parallel.get_parameter("0.weight")), plain.get_parameter("0.weight"))
+    parallel(x)
     local(parallel.get_parameter("0.weight")).data[0, 0] += 1e-6
     try:
         parallel(x)
@@ -219,8 +225,9 @@ def padded_steps(_: None) -> list[str]:
     return []
 
 
-def test_a_chunk_with_padding_in_its_file_is_checked_like_others(pool: WorkerPool) -> None:
-    found = pool.run(f"{__name__}:padded_steps", ranks=2)
+@pytest.mark.parametrize("width", [8, 7], ids=["even", "padded"])
+def test_what_is_written_through_a_dtensor_is_no_damage(width: int, pool: WorkerPool) -> None:
+    found = pool.run(f"{__name__}:split_steps", width, ranks=2)
     assert "DiskError" in {name for names in found for name in names}
 
 
