@@ -9,12 +9,15 @@ from contextlib import contextmanager
 
 from autopar.errors import BudgetError, ConstraintError
 from autopar.formulation.budget_loop import smallest_of
+from autopar.formulation.formulate import PlanningProblem
 from autopar.formulation.memory_model import MemoryModel
 from autopar.formulation.read_solution import assignment
 from autopar.ir.device import Bytes
 from autopar.ir.layout import D, H
 from autopar.plan.options import AUTO, Options
 from autopar.plan.text import size_text
+from autopar.solver.feasibility import first_impossible
+from autopar.solver.highs import SolverError
 from autopar.solver.problem import Solution
 from autopar.solver.settings import SearchSettings
 
@@ -49,6 +52,32 @@ class UnfitError(BudgetError):
         return _unfit(*found, self.limit, self.options)
 
 
+class NoWayError(ConstraintError):
+    """There is no plan in whatever memory, before anybody asked which operator is in the way.
+
+    Args:
+        formulated: what was searched.
+        options, settings: as it was searched.
+    """
+
+    def __init__(self, formulated: PlanningProblem, options: Options, settings: SearchSettings) -> None:
+        more, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
+        what = f"the strategy {options.strategy!r}{more} leave{'' if more else 's'} no way to run the model"
+        super().__init__(what, constraints=options.text()["constraints"], fix=f"{drop}strategy='auto'")
+        self.formulated, self.settings = formulated, settings
+
+    @functools.cached_property
+    def explained(self) -> ConstraintError:
+        """The error that names the first operator, or value, for which what comes before leaves no way."""
+        try:
+            name = self.formulated.names[first_impossible(self.formulated.problem, self.settings)]
+        except SolverError:
+            return self
+        op = self.formulated.program.op.get(name)
+        where = {"operator": name, "at": op.source} if op else {"value": name}
+        return ConstraintError(self.what, **where, **self.details)
+
+
 def explained(error: BudgetError) -> BudgetError:
     """An error as the user sees it: with the smallest budget that works."""
     return error.explained if isinstance(error, UnfitError) else error
@@ -56,21 +85,11 @@ def explained(error: BudgetError) -> BudgetError:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Raise every `UnfitError` explained."""
+    """Raise every `UnfitError` and `NoWayError` explained."""
     try:
         yield
-    except UnfitError as error:
+    except (UnfitError, NoWayError) as error:
         raise error.explained from None
-
-
-def no_way(options: Options) -> ConstraintError:
-    """The error if there is no plan, in whatever memory."""
-    and_constraints, drop = (" and the constraints", "drop a constraint, or use ") if options.constraints else ("", "")
-    return ConstraintError(
-        f"the strategy {options.strategy!r}{and_constraints} leave{'' if and_constraints else 's'} no way to run the model",
-        constraints=options.text()["constraints"],
-        fix=f"{drop}strategy='auto'",
-    )
 
 
 def _unfit(memory_model: MemoryModel, least: Solution, limit: Bytes, options: Options) -> BudgetError:
@@ -90,4 +109,4 @@ def _unfit(memory_model: MemoryModel, least: Solution, limit: Bytes, options: Op
     )
 
 
-__all__ = ["PLACES", "SMALLEST", "UnfitError", "explained", "explaining", "no_way"]
+__all__ = ["PLACES", "SMALLEST", "NoWayError", "UnfitError", "explained", "explaining"]

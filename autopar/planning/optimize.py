@@ -25,7 +25,7 @@ from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
-from autopar.planning.budget_errors import UnfitError, no_way
+from autopar.planning.budget_errors import NoWayError, UnfitError
 from autopar.planning.recompute_policies import NARROWER, cheapest_within
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.constraints import constrained
@@ -109,7 +109,7 @@ def solved(
             raise
     else:
         if solution is None and not loop.binds:
-            raise no_way(options)
+            raise NoWayError(memory_model.formulated, options, settings)
         if solution is None:
             best = _by_policies(memory_model, analysis, mesh, options, limit, settings)
         else:

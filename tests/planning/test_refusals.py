@@ -185,6 +185,7 @@ def test_constraints_that_a_strategy_cannot_obey_are_refused() -> None:
     first = "the strategy 'ddp' and the constraints leave no way to run the model"
     error = check(lambda: plan(strategy="ddp", constraints={"0": "I, I"}), ConstraintError, first, "strategy='auto'")
     assert error.details["constraints"] == "0: I, I"
+    assert error.details["operator"] == "0:linear#0"
 
 
 @pytest.mark.one_in(3)
