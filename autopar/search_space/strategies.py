@@ -270,7 +270,7 @@ def _wanted_whole(program: Program, fits: Mapping[str, OpSharding | None]) -> se
 
 def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: Iterable[str]) -> set[str]:
     """The values by which an op compares samples of the batch: samples occur along two factors, as in a contrastive loss, or
-    along one that must be whole.
+    along one that must be whole, or that lies inside of such a one, as where they are appended to those of a queue.
     """
     found: set[str] = set()
     along = dict.fromkeys(taken, 0)  # the dim of each value along which the samples lie
@@ -283,7 +283,8 @@ def _compared(program: Program, fits: Mapping[str, OpSharding | None], taken: It
             for factor in dims[along[name]][:1] if name in along else ():
                 met.setdefault(factor, []).append(name)
         for factor, names in met.items():
-            if len(met) > 1 or fitted.factors[factor].whole:
+            inside = any(factor in dim[1:] and fitted.factors[dim[0]].whole for dims in fitted.results for dim in dims)
+            if len(met) > 1 or fitted.factors[factor].whole or inside:
                 found.update(names)
         for result, dims in zip(op.results, fitted.results, strict=True):
             if samples := [dim for dim, factors in enumerate(dims) if met.keys() & set(factors)]:

@@ -317,6 +317,13 @@ class Recurrent(nn.Module):
         return self.cells(x)[0].square().sum()  # type: ignore[no-any-return]
 
 
+def queued(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """Scores against a queue of keys, which drops its oldest for those of the batch (MoCo)."""
+    scores, keys = y @ m.queue.clone(), y.detach().T  # type: ignore[operator]
+    m.queue.copy_(torch.cat([keys, m.queue[:, :8]], 1))  # type: ignore[operator, index]
+    return scores.logsumexp(1).sum()
+
+
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 MODELS: dict[str, Callable[[], Made]] = {
     "a trace": lambda: (Layer(lambda _, y: torch.einsum("ii", y)), X),
@@ -333,6 +340,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "counted embedding": lambda: (nn.Embedding(16, 8, scale_grad_by_freq=True), torch.arange(32).reshape(8, 4) % 16),
     "spectral norm": lambda: (spectral(), X),
     "a buffer that is written": lambda: (Layer(remembered, mean=torch.linspace(-1, 1, 8)), X),
+    "a queue": lambda: (Layer(queued, queue=torch.linspace(-1, 1, 128).view(8, 16)), X),
     "stochastic depth": lambda: (Layer(thinned), X),
     "LSTM": lambda: (recurrent(nn.LSTM), X.reshape(4, 2, 8)),
     "GRU": lambda: (recurrent(nn.GRU), X.reshape(4, 2, 8)),
@@ -354,6 +362,12 @@ def test_an_unusual_model_has_equal_numbers(threads: Threads, name: str, plan: s
         assert [row.name for row in report.rows if row.what == "output"] == ["a.b", "a.b#1"]
     if name == "an input with a gradient":
         assert ("gradient", "input") in {(row.what, row.name) for row in report.rows}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_samples_that_are_appended_to_a_queue_are_gathered(threads: Threads, strategy: str) -> None:
+    report = verified(MODELS["a queue"](), strategy, threads, (2, 2))
+    assert report.ok, str(report)
 
 
 def entropy(m: nn.Module, y: torch.Tensor) -> torch.Tensor:
