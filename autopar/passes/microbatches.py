@@ -45,8 +45,8 @@ def microbatches(program: Program, runs: int) -> TrainingStep:
     """The step that runs the program on `runs` equal parts of the batch in turn.
 
     The batch is dim 0 of each input that is as long as the first one's. Raises ConstraintError if it cannot be cut into so many
-    equal parts, or if the program mixes its samples, writes values that depend on them into a buffer, or returns no scalar to
-    differentiate.
+    equal parts, or if the program mixes its samples, writes values that depend on them into a buffer, needs what it draws both
+    whole and in parts, or returns no scalar to differentiate.
     """
     if runs == 1:
         return TrainingStep(program=program)
@@ -105,6 +105,7 @@ class _Cutter:
             self._refuse_write(op)
         ends = [(output, *self._output(output)) for output in self.program.outputs]
         made = dead(self.builder.program(replace(output, value=ref.name) for output, ref, _ in ends))
+        self._refuse_other_draws(made)
         given = [self.states[value.name] for value in self.program.inputs]
         loop = MicrobatchLoop(
             count=self.runs,
@@ -221,6 +222,19 @@ class _Cutter:
         fix = "microbatches=1; or write what depends on no sample, outside of forward (a running mean, a queue)"
         self._refuse(f"each of them would write {buffer}", op, fix)
 
+    def _refuse_other_draws(self, made: Program) -> None:
+        """Refuse what is drawn whole and once more in parts: these are other numbers."""
+        for op in filter(lambda op: is_random(op, self.fits[op.name]), self.program.ops):
+            names = {result.name for result in op.results}
+            drawn = {state for (name, state), ref in self.refs.items() if name in names and ref.name in made.values} - {P}
+            if len(drawn) > 1:
+                why = (
+                    f"what {op.target} draws is needed whole by some operators, and in the parts of each micro-batch by others"
+                )
+                self._refuse(
+                    why, op, "microbatches=1, or a model without a sum over what it draws (a loss divided by a mask's)"
+                )
+
     def _sum(self, name: str) -> Op:
         """The op that has added up the samples, of a value that has addends in the runs."""
         earlier: str | None = name
@@ -320,6 +334,10 @@ class _Cutter:
         value, state = self.program.values[output.value], self.states.get(output.value, I)
         if state == I and value.requires_grad and not value.shape:
             state = P
+        if state == I and value.name in self.drawn:  # in the parts that the runs draw, where they do
+            state = next((of for name, of in self.refs if name == value.name and of.kind == "S"), I)
+            if state == I:
+                self._refuse(f"each of them draws another {output.path}", self.program.producer[value.name])
         if state.own and value.name in self.hoistable:
             state = I
         mixed = state.kind == "S" and state.stride * self.runs != value.shape[state.dim]

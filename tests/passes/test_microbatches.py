@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autopar
 from autopar.errors import ConstraintError
 from autopar.ir.layout import I, P, shard, split
 from autopar.ir.program import Program
@@ -178,12 +179,42 @@ class Normed(nn.Module):
         return self.norm(x).square().sum()
 
 
+def over_a_mask(y: torch.Tensor) -> torch.Tensor:
+    mask = torch.rand(8, 1, dtype=y.dtype) < 0.5
+    return (y * mask).sum() / mask.sum()
+
+
+class Noisy(nn.Module):
+    """A loss under noise that is returned beside it, of every sample or of all of them."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes, self.layer = sizes, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand(self.sizes) if noise is None else noise
+        return (self.layer(x) * noise).square().mean(), noise
+
+
+def test_noise_that_is_returned_is_what_the_loss_has_seen() -> None:
+    model, x = Noisy(8, 1), torch.randn(8, 6)
+    loss, noise = autopar.parallelize(model, x, (1,), device="h100", microbatches=4)(x)
+    assert len(noise.unique()) == 8
+    torch.testing.assert_close(loss, model(x, noise)[0])
+
+
+def test_noise_of_all_samples_is_not_returned() -> None:
+    with pytest.raises(ConstraintError, match="a step cannot run in 2 micro-batches: each of them draws another 1"):
+        microbatches(read_program(Noisy(6), torch.randn(8, 6)).program, 2)
+
+
 MIXED: dict[str, tuple[Function, str]] = {
     "contrastive": (lambda x, w: F.cross_entropy(x @ x.T, torch.arange(8)), "aten.matmul.default mixes the samples"),
     "of a norm": (lambda x, w: (x @ w.T).norm(), "mixes the samples of the batch"),
     "of a ratio": (lambda x, w: (x @ w.T).sum() / x.exp().sum(), "aten.sum.default adds up .* by aten.div.Tensor"),
     "the greatest": (lambda x, w: (x @ w.T).max(), "mixes the samples of the batch"),
     "shuffled": (lambda x, w: (x.flip(0) * x).sum(), "mixes the samples of the batch"),
+    "over a drawn mask": (lambda x, w: over_a_mask(x @ w.T), "what aten.rand.default draws is needed whole by some operators"),
     "no loss": (lambda x, w: x @ w.T, "the model returns no loss"),
 }
 
