@@ -112,6 +112,8 @@ class TrainingReader(CheckpointReader):
     def damaged(self, error: Exception) -> CheckpointError:
         """The error for a checkpoint that cannot be read."""
         said = str(error).partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to execute what the file says
+            said = "it has what no checkpoint has"
         fix = f"remove {self.folder}: the training goes on from the checkpoint before"
         return CheckpointError(f"the checkpoint {self.folder.name} is damaged", error=said, folder=self.folder, fix=fix)
 

@@ -78,7 +78,6 @@ class _Cutter:
         self.program, self.runs, self.sizes = program, runs, (runs,)
         self.fits = {op.name: _undistributed(fit_of(program, op.name)) for op in program.ops}
         self.blocks = block_counts(program, self.fits)
-        self.reads = [name for op in program.ops for name in op.operands]
         self.states = dict.fromkeys(program.values, I)
         self.refs = {(name, I): Ref(name) for name in program.values if name not in program.producer}
         self.makers: dict[tuple[str, State], Candidate | None] = {}
@@ -228,12 +227,8 @@ class _Cutter:
             names = {result.name for result in op.results}
             drawn = {state for (name, state), ref in self.refs.items() if name in names and ref.name in made.values} - {P}
             if len(drawn) > 1:
-                why = (
-                    f"what {op.target} draws is needed whole by some operators, and in the parts of each micro-batch by others"
-                )
-                self._refuse(
-                    why, op, "microbatches=1, or a model without a sum over what it draws (a loss divided by a mask's)"
-                )
+                why = f"what {op.target} draws is needed whole by some operators, and in parts by others"
+                self._refuse(why, op, "microbatches=1, or no sum over what is drawn (a loss divided by a mask's)")
 
     def _sum(self, name: str) -> Op:
         """The op that has added up the samples, of a value that has addends in the runs."""
@@ -276,7 +271,7 @@ class _Cutter:
 
     def _making(self, op: Op, name: str, want: State) -> Candidate | None:
         fitted, place = self.fits[op.name], [result.name for result in op.results].index(name)
-        if want.kind != "S" or fitted is None or (fitted.random and self.reads.count(name) > 1):
+        if want.kind != "S" or fitted is None:
             return None
         ways = self._ways(op)
         able = [way for way in ways if way.results[place] == (want,) and math.isfinite(self._effort_of(op, way))]

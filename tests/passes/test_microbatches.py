@@ -203,6 +203,24 @@ def test_noise_that_is_returned_is_what_the_loss_has_seen() -> None:
     torch.testing.assert_close(loss, model(x, noise)[0])
 
 
+class Diffused(nn.Module):
+    """A loss at times that are drawn, and read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.embedded = nn.Linear(6, 6), nn.Embedding(100, 6)
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.randint(0, 100, (8,)) if at is None else at
+        return (self.layer(x * at[:, None] / 100) + self.embedded(at)).square().mean(), at
+
+
+def test_times_that_are_drawn_may_be_read_twice() -> None:
+    model, x = Diffused(), torch.randn(8, 6)
+    loss, at = autopar.parallelize(model, x, (1,), device="h100", microbatches=4)(x)
+    torch.testing.assert_close(loss, model(x, at)[0])
+
+
 def test_noise_of_all_samples_is_not_returned() -> None:
     with pytest.raises(ConstraintError, match="a step cannot run in 2 micro-batches: each of them draws another 1"):
         microbatches(read_program(Noisy(6), torch.randn(8, 6)).program, 2)
