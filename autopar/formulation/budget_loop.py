@@ -98,7 +98,9 @@ class BudgetLoop:
         """The cheapest solution within a limit found near the relaxation, or `everywhere`, with a lower bound on every
         solution.
         """
-        judge, critical = self._judge(limit), partial(self._critical, limit)
+        judge = self._judge(limit)
+        # The stages of a pipeline's rank are given what each needs at least, as it was searched, which must be close.
+        critical = None if self._formulated.analysis.step.stage else partial(self._critical, limit)
         return self._solver.solve(judge, self._known(limit), cutoff=cutoff, everywhere=everywhere, critical=critical)
 
     def free(self) -> Solution | None:
