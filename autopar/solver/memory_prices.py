@@ -108,7 +108,7 @@ class _Charges:
     """
 
     def __init__(self, problem: Problem, rows: Sequence[tuple[Row, float]], conversions: dict[int, Floats]) -> None:
-        self.problem, self._rows, self._shortest = problem, rows, conversions
+        self.problem, self._rows, self._known = problem, rows, conversions
         self.held: dict[int, list[_Held]] = defaultdict(list)
         self._rerun: dict[int, Floats | None] = {}
         self._available: dict[int, Floats] = {}
@@ -236,15 +236,15 @@ class _Charges:
 
     def _conversions(self, w: int) -> Floats:
         """Shortest paths between storages, by conversions that are run again (Floyd and Warshall)."""
-        if w in self._shortest:
-            return self._shortest[w]
+        if w in self._known:
+            return self._known[w]
         edge, storage = self.problem.edges[w], self.storage[w]
         found = np.full((edge.nodes, edge.nodes), np.inf)
         np.fill_diagonal(found, 0.0)
         if edge.recompute is not None:
             moved = np.flatnonzero(~edge.free & np.isfinite(edge.recompute))
             np.minimum.at(found, (storage[edge.source[moved]], storage[edge.target[moved]]), edge.recompute[moved])
-        self._shortest[w] = found = _closed(found) if not found[np.isfinite(found)].any() else _shortest(found, storage)
+        self._known[w] = found = _closed(found) if not found[np.isfinite(found)].any() else _shortest(found, storage)
         return found
 
 
@@ -278,4 +278,4 @@ def _saved(edge: Edge, end: int, seconds: Floats) -> Edge:
     )  # fmt: skip
 
 
-__all__ = ["Charged", "charged"]
+__all__ = ["Charged", "charged", "least_bytes"]

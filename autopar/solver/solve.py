@@ -97,8 +97,8 @@ class Solver:
             rows: initial rows. They must include those of the last call, with limits that are no higher: a series of limits
                 falls.
             cutoff: only solutions below so many seconds count, and only ones found soon.
-            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes; otherwise
-                it is relaxed, with `critical` rows, which may prove that there is none.
+            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes; otherwise,
+                where `critical` is given, it is relaxed, which may prove that there is none.
             critical: the rows of moments at which much is alive, called where rows bind: where every solution has too much at
                 one of them, none is searched. Without it nothing is proven from rows alone.
 
