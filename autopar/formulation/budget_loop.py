@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -66,6 +67,11 @@ class BudgetLoop:
         return bool(self._rows or self._away)
 
     @property
+    def small(self) -> bool:
+        """Whether the whole program is small enough to be branched on."""
+        return self._solver.small
+
+    @property
     def stopped(self) -> bool:
         """Whether the deadline has come."""
         return self._settings.deadline.passed
@@ -99,8 +105,7 @@ class BudgetLoop:
         solution.
         """
         judge = self._judge(limit)
-        # With proofs from rows alone, stages seem to need some per cent more; why is not known (test_pipeline_plan).
-        critical = None if self._formulated.analysis.step.stage else partial(self._critical, limit)
+        critical = partial(self._critical, limit)
         return self._solver.solve(judge, self._known(limit), cutoff=cutoff, everywhere=everywhere, critical=critical)
 
     def free(self) -> Solution | None:
@@ -170,31 +175,28 @@ def smallest_of(models: Iterable[MemoryModel], settings: SearchSettings) -> Pose
 
     Each is only searched below the peak of those before.
     """
-    best, least = None, math.inf
+    best: Posed | None = None
     for model in models:
-        found = _LEAST.get(model) or _least_of_both(model.formulated, model, settings, least)
-        if found is not None and (best is None or model.walk(found).max() < least):
-            best, least = (model, found), float(model.walk(found).max())
-    if best is None:
+        found = _LEAST.get(model) or _below(model, best, settings)
+        if found is not None and (best is None or model.walk(found).max() < best[0].walk(best[1]).max()):
+            best, _LEAST[model] = (model, found), found
+    return best
+
+
+def _below(model: MemoryModel, known: Posed | None, settings: SearchSettings) -> Solution | None:
+    """The solution of least peak memory below that of a known one, which may be of another problem; None if none is found."""
+    peak, seconds = (math.inf, 0.0) if known is None else (float(known[0].walk(known[1]).max()), known[1].seconds)
+    found = _least_of_both(model.formulated, model, settings, peak)
+    loop = BudgetLoop(model.formulated, model, replace(settings, rens_nodes=0, tighten_halvings=0))
+    if found is not None:
+        peak, seconds = float(model.walk(found).max()), found.seconds
+    elif known is None or not loop.small:  # from the solution of another problem, it takes a minute in a large one
         return None
-    model, solution = best
-    if model not in _LEAST:
-        _LEAST[model] = _improved(model, solution, settings)
-    return model, _LEAST[model]
-
-
-def _improved(memory_model: MemoryModel, least: Solution, settings: SearchSettings) -> Solution:
-    """A solution of less memory, or the known one if none of `least_memory_step` less is found."""
-    loop = BudgetLoop(memory_model.formulated, memory_model, replace(settings, rens_nodes=0, tighten_halvings=0))
-    while True:
-        limit = math.floor((1 - settings.least_memory_step) * memory_model.walk(least).max())
-        try:
-            better = loop.near(limit, settings.unlikely_price * least.seconds).solution
-        except SolverError:
-            better = None
-        if better is None:
-            return least
-        least = better
+    smaller = 1 - settings.least_memory_step
+    with suppress(SolverError):
+        while better := loop.near(math.floor(smaller * peak), settings.unlikely_price * seconds).solution:
+            found, peak, seconds = better, float(model.walk(better).max()), better.seconds
+    return found
 
 
 def _least_of_both(

@@ -21,6 +21,7 @@ from autopar.solver.problem import Floats, Ints
 
 _CHOOSE, _DEVEX = -1, 1  # how the dual simplex method weighs edges
 _LOOK_ROWS = 500  # of a program from which on it can be ended: of a smaller one, an iteration takes less than a look at a clock
+_STALLED = 100  # looks without an iteration after which a simplex method gets no further; one that does has up to 7
 _INTEGER = np.uint8(1)  # highspy.HighsVarType.kInteger, as changeColsIntegrality takes it
 # The bit of kPresolveRuleDoubletonEquation. With it HiGHS 1.15 never ends on some programs of a few thousand columns (two
 # Evoformer blocks on eight A100-40GB: 0.7 s without), in presolve, where neither node limits nor callbacks reach.
@@ -149,24 +150,44 @@ def trust_start(solver: highspy.Highs) -> None:
 def run(solver: highspy.Highs, deadline: Deadline = NEVER) -> Meaning:
     """Solve, and return how that ended.
 
+    It is in trouble, too, when the simplex method takes back one bad basis after another. That is no iteration, so that no
+    limit ends it: GPT-2 on (2, 2) within 700 MB spent 370 CPU seconds on a program of 13,329 rows.
+
     Raises what Ctrl-C raises, normally KeyboardInterrupt, if it is pressed meanwhile.
     """
     if deadline.passed:
         return Meaning.TIME_UP
     with _held_interrupts() as pressed:
+        progress = _Progress()
 
         def look(event: highspy.highs.HighsCallbackEvent) -> None:
             event.interrupt(bool(pressed) or deadline.passed)
 
-        asked = (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt)
-        for callback in asked if solver.getNumRow() >= _LOOK_ROWS else ():
-            callback.subscribe(look)
+        def look_at_simplex(event: highspy.highs.HighsCallbackEvent) -> None:
+            event.interrupt(progress.stalled(event.data_out.simplex_iteration_count) or bool(pressed) or deadline.passed)
+
+        asked = ((solver.cbSimplexInterrupt, look_at_simplex), (solver.cbIpmInterrupt, look), (solver.cbMipInterrupt, look))
+        for callback, answer in asked if solver.getNumRow() >= _LOOK_ROWS else ():
+            callback.subscribe(answer)
         try:
             solver.run()
         finally:
-            for callback in asked:
-                callback.unsubscribe(look)
-    return STATUS[solver.getModelStatus().name]
+            for callback, answer in asked:
+                callback.unsubscribe(answer)
+    return Meaning.TROUBLE if progress.looks > _STALLED else STATUS[solver.getModelStatus().name]
+
+
+class _Progress:
+    """Looks at a simplex method since its last iteration."""
+
+    def __init__(self) -> None:
+        self.iterations, self.looks = -1, 0
+
+    def stalled(self, iterations: int) -> bool:
+        """Whether it makes no progress, after another look at its iterations."""
+        self.looks = self.looks + 1 if iterations == self.iterations else 1
+        self.iterations = iterations
+        return self.looks > _STALLED
 
 
 def plainly_infeasible(solver: highspy.Highs) -> bool:

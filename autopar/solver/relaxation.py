@@ -150,22 +150,25 @@ class Relaxation:
         raise SolverError(f"the relaxation was not solved: {meaning}")
 
     def _started(self, cutoff: float, limit: int | None, *, improving: bool) -> Meaning:
-        """Solve from the last basis, or with presolve if some iterations show that this basis is too far; unless presolve
-        proves that there is no solution, which would take minutes from such a basis.
+        """Solve from the last basis, or with presolve if some iterations show that this basis is bad or too far; unless
+        presolve proves that there is no solution, which would take minutes from such a basis.
         """
         near, self._near = self._near, True
         if not near and highs.plainly_infeasible(self._highs):
             return Meaning.INFEASIBLE
         soon = self.settings.warm_iterations
-        cold = not near and (limit is None or limit > soon)
-        for most in (soon, limit) if cold else (limit,):
-            self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
-            self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if most is None else most)
-            meaning = self._run(improving=improving)
-            if meaning is not Meaning.LIMIT or most == limit:
-                break
+        if not near and (limit is None or limit > soon):
+            self._limit(cutoff, soon)
+            meaning = highs.run(self._highs, self.settings.deadline)
+            if meaning not in (Meaning.LIMIT, Meaning.TROUBLE):
+                return meaning
             self._loaded = None
-        return meaning
+        self._limit(cutoff, limit)
+        return self._run(improving=improving)
+
+    def _limit(self, cutoff: float, iterations: int | None) -> None:
+        self._highs.setOptionValue("objective_bound", cutoff * MICROSECONDS)
+        self._highs.setOptionValue("simplex_iteration_limit", highspy.kHighsIInf if iterations is None else iterations)
 
     def _run(self, *, improving: bool) -> Meaning:
         meaning = highs.run(self._highs, self.settings.deadline)

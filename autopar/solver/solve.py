@@ -290,6 +290,11 @@ class Solver:
         return self._weighed
 
     @property
+    def small(self) -> bool:
+        """Whether the whole problem is small enough to be branched on wherever rows bind."""
+        return self._columns <= self.settings.small_program
+
+    @property
     def _large(self) -> bool:
         """Whether the whole problem is too large to relax with everything in it."""
         return self._columns >= self.settings.weighed_columns

@@ -19,6 +19,19 @@ from autopar.solver.solve import solve
 from tests.solver.random_problems import enumerate_all, random_problem, random_row, with_regions
 
 
+def test_a_simplex_method_without_progress_ends_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of HiGHS stands still that can be written in a few lines; here, one look without progress is called that."""
+    monkeypatch.setattr(highs, "_STALLED", 1)
+    solver = highs.load(dense())
+    assert highs.run(solver) is Meaning.TROUBLE
+    assert solver.getInfo().simplex_iteration_count < 300
+    monkeypatch.undo()
+    assert highs.run(solver) is Meaning.SOLVED
+    assert not any(map(highs._Progress().stalled, range(1000)))
+    still = highs._Progress()
+    assert [still.stalled(7) for _ in range(highs._STALLED + 1)].count(True) == 1
+
+
 @dataclass(frozen=True)
 class AfterLooks(Deadline):
     """A deadline that comes when the clock was read so often: the same on every machine."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import highspy
 import pytest
 
+from autopar.solver import highs
+from autopar.solver.deadline import Deadline
+from autopar.solver.highs import Meaning
 from autopar.solver.lazy_rows import Excess
 from autopar.solver.problem import Problem, Row, Solution, row_bytes
 from autopar.solver.search import Outcome
@@ -83,3 +88,20 @@ def test_less_memory_never_makes_a_faster_solution(make: Callable[[int], Problem
     rows = falling(problem, tight_row(problem, seed))
     found = [answer(Solver(problem, DEFAULTS), problem, row, known=False).seconds for row in rows]
     assert all(after >= before * (1 - DEFAULTS.gap) for before, after in itertools.pairwise(found))
+
+
+def test_where_the_last_basis_is_bad_the_program_is_presolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, limits = highs.run, list[int]()
+
+    def bad(solver: highspy.Highs, deadline: Deadline) -> Meaning:
+        limits.append(solver.getOptionValue("simplex_iteration_limit")[1])
+        return Meaning.TROUBLE if limits[-1] == FAR.warm_iterations else run(solver, deadline)
+
+    monkeypatch.setattr(highs, "run", bad)
+    for seed in range(10):
+        problem = random_problem(seed)
+        solver = Solver(problem, FAR)
+        for place, row in enumerate(falling(problem, random_row(problem, seed))):
+            best, found = enumerate_all(problem, (row,)), answer(solver, problem, row, known=place > 0)
+            assert found.seconds == pytest.approx(math.inf if best is None else best, rel=1e-6, abs=1e-9)
+    assert limits.count(FAR.warm_iterations) > 5
