@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,12 @@ def eager(function: Wrapped) -> Wrapped:
     """A function that is not traced, and neither are its callees."""
     found: Wrapped = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return found
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function. Dynamo recompiles each code object a few times only, whatever modules it is called with."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 class Untraced:

@@ -17,9 +17,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.call_checks import aspects_of, check_gradients, checked_call, on_meta
-from autopar.codegen.compiled import Untraced, around, eager, inductor_options, shared_weights, traceable, uses
+from autopar.codegen.compiled import (
+    Untraced,
+    around,
+    eager,
+    inductor_options,
+    shared_weights,
+    traceable,
+    uses,
+    with_own_code,
+)
 from autopar.codegen.module_state import ModuleState
-from autopar.codegen.program_module import ProgramModule
+from autopar.codegen.program_module import ProgramModule, run_program
 from autopar.codegen.variants import combinations
 from autopar.errors import InputError
 from autopar.ir.program import Program
@@ -38,6 +47,7 @@ class ParallelModule(ProgramModule):
         super().__init__(graph, "ParallelModule")
         self.autopar = state
         state.draws, state.recomputes = uses(graph, "rng_state"), uses(graph, "rematerializer")
+        state.program = with_own_code(run_program)
         state.traceable, state.shared_weights = traceable(graph), shared_weights(graph)
         held = (*program.parameters, *program.buffers)
         state.constant = frozenset(

@@ -82,6 +82,7 @@ class ModuleState:
         self.traceable = True  # whether torch.compile can trace it
         self.shared_weights: fx.Graph | None = None  # what is made ahead of compiled micro-batches
         self.compiled_step: Callable[..., torch.Tensor] | None = None  # once `compile` was called
+        self.program: Callable[..., list[torch.Tensor]]  # runs a module's emitted program
         self.compiled_program: Callable[..., list[torch.Tensor]] | None = None  # of a pipeline's stage, then
         self.twin: ParallelModule | None = None
         self.sized: Callable[[ParallelModule, tuple[int, ...]], ParallelModule] | None = None  # builds it for other sizes

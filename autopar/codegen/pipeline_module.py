@@ -233,7 +233,7 @@ class PipelineModule(ParallelModule):
     def _compile_stages(self, compiler: Compiler) -> None:
         self.autopar.compiler = compiler
         for stage in self.autopar.stages.stages.values():
-            stage.module.autopar.compiled_program = compiler(stage.module._program)
+            stage.module.autopar.compiled_program = compiler(stage.module.autopar.program)
             stage.module.autopar.accumulator.defer_all = True
 
     def joined(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:

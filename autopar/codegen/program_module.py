@@ -95,26 +95,26 @@ class ProgramModule(GraphModule):
     def _once(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward of one micro-batch: this rank's part of the outputs."""
         self.autopar.rng_state.advance(draws=self.autopar.draws)
-        program = self.autopar.compiled_program or self._program
-        found: list[torch.Tensor] = program(inputs) if self.autopar.traceable else self._untraced(inputs)
-        return found
+        program = self.autopar.compiled_program or self.autopar.program
+        return program(self, inputs) if self.autopar.traceable else self._untraced(inputs)
 
     @eager
     def _untraced(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._program(inputs)
-
-    def _program(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the emitted program, the part that `torch.compile` traces; its backward may recompute."""
-        if not (self.autopar.recomputes and torch.is_grad_enabled()):
-            return self._emitted(inputs)
-        if torch.compiler.is_compiling():
-            return list(recomputing(self.emitted, *inputs))
-        with self.autopar.rematerializer.active():
-            return self._emitted(inputs)
+        return self.autopar.program(self, inputs)
 
     def _emitted(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         runs_eagerly()
         return list(ProfiledRun(self).outputs(inputs) if profiling() else self.emitted(*inputs))
+
+
+def run_program(module: ProgramModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a module's emitted program, the part that `torch.compile` traces; its backward may recompute."""
+    if not (module.autopar.recomputes and torch.is_grad_enabled()):
+        return module._emitted(inputs)
+    if torch.compiler.is_compiling():
+        return list(recomputing(module.emitted, *inputs))
+    with module.autopar.rematerializer.active():
+        return module._emitted(inputs)
 
 
 @eager

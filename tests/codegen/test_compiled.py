@@ -205,6 +205,20 @@ def test_micro_batches_that_recompute_need_less_memory_when_they_are_compiled(ba
     assert found["blocks"] < 0.6 * found["none"]
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_size_is_compiled_however_many_there_are(microbatches: int) -> None:
+    """Dynamo compiles a code object eight times at most, unless told otherwise, and fails at the ninth with `fullgraph`."""
+    model, sizes = Small(), range(2, 2 * torch._dynamo.config.recompile_limit + 8, 2)
+    dynamic = {"rows": {"x": 1}}
+    parallel = autopar.parallelize(model, torch.randn(4, 16, 16), (1,), dynamic=dynamic, microbatches=microbatches)
+    parallel.compile(backend="eager", fullgraph=True)
+    torch.compiler.reset()
+    counters.clear()
+    for size in sizes:
+        parallel.step(torch.randn(4, size, 16))
+    assert counters["stats"]["unique_graphs"] >= len(sizes)
+
+
 def test_what_cannot_be_traced_runs_eagerly() -> None:
     model, sample = models.make("cnn")
     plan = autopar.testing.random_plan(model, sample, (1,), seed=0)
