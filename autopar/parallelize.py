@@ -60,7 +60,7 @@ def build(
     source = ModelSource(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = sizes_of(plan, options, captured)
-    check_program(captured.program, context)
+    check_program(captured.program, context, sharded_inputs=sharded_inputs)
     source = replace(source, options=_as_stored(over, captured.program, options)) if over else source
     source = source.hollow(captured)
 

@@ -35,11 +35,12 @@ from autopar.planning.respecialize import StagesRespecializer, varied_plan
 from autopar.planning.source import ModelSource, serves
 from autopar.planning.stages_alike import check_stored, given_alike, planned_alike, stored_by_rank
 from autopar.runtime.input_parts import InputParts
+from autopar.runtime.lost_ranks import exchanging
 from autopar.runtime.pipeline import CrossingPart, PipelineRank
 from autopar.runtime.random import agreed_seed
 from autopar.runtime.rank_consistency import check_program, from_rank_0
 from autopar.runtime.rank_failures import StepFailures
-from autopar.runtime.storage import all_plain, store, with_dtype
+from autopar.runtime.storage import STORED, all_plain, store, with_dtype
 from autopar.runtime.world import Context, FlattenedAxes, connect, without_processes
 
 
@@ -96,7 +97,7 @@ def _built(
     source = ModelSource(model, sample_input, options)
     captured = source.read(dim_sizes(plan.dynamic) if plan else {})
     sizes = sizes_of(plan, options, captured)
-    check_program(captured.program, context)
+    check_program(captured.program, context, sharded_inputs=sharded_inputs)
     source = source.hollow(captured)
 
     def planned() -> str:
@@ -254,7 +255,8 @@ class _Builder:
         """
         empty = [{name: tensor.is_meta for name, tensor in tensors.items()}]
         if self.context.device_mesh is not None:
-            dist.broadcast_object_list(empty, src=0, device=self.context.device)
+            with exchanging(STORED):
+                dist.broadcast_object_list(empty, src=0, device=self.context.device)
         own: dict[str, torch.Tensor] = {}
         for rank, known in sorted(self.layouts.items()):
             for name in known:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint_files import CheckpointReader, without_single_process_warning
+from autopar.runtime.checkpoint_files import CheckpointReader, sync, without_single_process_warning
 
 REST = "training.pt"
 
@@ -44,11 +44,11 @@ class CommittingWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         super().finish(metadata, results)
-        _sync(self.partial)
+        sync(self.partial)
         if self.target.exists():  # of a run before, which was resumed from an older one
             discard(self.target)
         self.partial.rename(self.target)
-        _sync(self.target.parent)
+        sync(self.target.parent)
         self.committed()
 
 
@@ -58,15 +58,6 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Flush the entries of a folder to the disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def packed(rest: Mapping[str, Any]) -> bytes:
@@ -102,12 +93,7 @@ class TrainingReader(CheckpointReader):
         """Raise ValueError unless it is an index of tensors whose files exist with their recorded lengths."""
         if wrong := [name for name, one in index.state_dict_metadata.items() if not isinstance(one, TensorStorageMetadata)]:
             raise ValueError(f"{wrong[0]} is not a tensor")
-        ends: dict[str, int] = {}
-        for place in index.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, end in ends.items():
-            if Path(name).name != name or (self.folder / name).stat().st_size < end:
-                raise ValueError(f"{name} is shorter than {end} bytes")
+        super().check(index)
 
     def damaged(self, error: Exception) -> CheckpointError:
         """The error for a checkpoint that cannot be read."""

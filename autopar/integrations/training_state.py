@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
 
 from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
 from autopar.errors import InputError
-from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint, without_single_process_warning
+from autopar.runtime.checkpoint_files import CheckpointReader, load_checkpoint, save_checkpoint
 
 OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, and its settings
 
@@ -24,7 +22,8 @@ OptimizerGroup = dict[str, Any]  # of an optimizer's parameters: their names, an
 def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
     """Write this rank's parts; every rank calls it. An optimizer that has not stepped yet is saved without state.
 
-    Raises InputError if pipeline stages have different numbers of parameter groups, and for LBFGS.
+    A state that was saved in the folder before counts until all parts are on the disk. Raises CheckpointError if they cannot be
+    written, RankError if a rank dies, InputError if pipeline stages have different numbers of parameter groups, and for LBFGS.
     """
     names = {parameter: name for name, parameter in parallel.named_parameters()}
     with unstepped(optimizers) as fresh:
@@ -34,16 +33,15 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
     groups: Any = steps.get("param_groups", [])  # without optimizers there are none
     name_groups(groups, parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
-    writer = FileSystemWriter(folder, overwrite=True)  # of a state that was saved there before
-    with without_single_process_warning():
-        state_dict_saver.save(states, storage_writer=writer)
+    save_checkpoint(states, Path(folder))
 
 
 def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.optim.Optimizer], folder: str | Path) -> None:
     """Read this rank's parts, also if another number of ranks wrote them; every rank calls it.
 
-    Nothing in a file is executed. Raises CheckpointError if the checkpoint is damaged, or of another model or optimizer;
-    InputError if the parameters of an optimizer's group were saved in no group or in several, and for LBFGS.
+    Nothing in a file is executed. Raises CheckpointError if the checkpoint is damaged, or of another model or optimizer, and
+    RankError if a rank dies: some weights may be loaded then. Raises InputError if the parameters of an optimizer's group were
+    saved in no group or in several, and for LBFGS.
     """
     with unstepped(optimizers):
         weights, steps = get_state_dict(parallel, list(optimizers))
@@ -127,7 +125,9 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 
 def load_weights(parallel: ParallelModule, folder: str | Path) -> None:
     """Read only this rank's parts of the weights; every rank calls it. Raises CheckpointError if they cannot be read."""
-    load_checkpoint({"model": parallel.state_dict()}, CheckpointReader(folder))
+    reader = CheckpointReader(folder)
+    reader.read_metadata()
+    load_checkpoint({"model": parallel.state_dict()}, reader)
 
 
 __all__ = [

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from autopar.errors import InputError
 from autopar.runtime.first_message import awaited
 from autopar.runtime.lost_ranks import lost
-from autopar.runtime.world import Context
+from autopar.runtime.world import Context, on_ranks
 
 SAMPLED = 1024  # elements of each input that a call compares: other ones in every call, and all of them in the first
 ON_HOST = "the comparison of the ranks' calls"  # what a rank waits for when another one has died
@@ -206,17 +206,6 @@ def different(aspect: Aspect, texts: Sequence[str]) -> InputError:
         what = f"the ranks were given different values for {aspect.name}"
         return InputError(what, ranks=f"{other} differ from rank 0", fix=fix)
     return InputError(f"the calls of the ranks differ in {aspect.name}: {on_ranks(texts)}", fix=fix)
-
-
-def on_ranks(texts: Sequence[str]) -> str:
-    """What each rank has, by rank: "8 on ranks 0, 1; 4 on rank 2"."""
-    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
-    return "; ".join(f"{text} on {_numbered(found)}" for text, found in ranks.items())
-
-
-def _numbered(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _first_line(error: Exception | None) -> str:

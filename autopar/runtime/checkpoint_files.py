@@ -11,19 +11,21 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from autopar.errors import CheckpointError
+from autopar.runtime.lost_ranks import lost
 
 METADATA = ".metadata"
 KNOWN = {  # what torch's index of a checkpoint is made of
@@ -71,7 +73,10 @@ class CheckpointReader(FileSystemReader):
         return found
 
     def check(self, index: Metadata) -> None:
-        """Raise ValueError for an index with entries that this reader does not support."""
+        """Raise ValueError or OSError unless the files of an index have at least their recorded lengths."""
+        for name, end in _ends(index).items():
+            if Path(name).name != name or (self.folder / name).stat().st_size < end:
+                raise ValueError(f"{name} is shorter than {end} bytes")
 
     def damaged(self, error: Exception) -> CheckpointError:
         """The error for a checkpoint that cannot be read."""
@@ -80,6 +85,71 @@ class CheckpointReader(FileSystemReader):
         fix = "an older checkpoint" if there else "the folder into which every rank saved"
         what = f"the checkpoint {self.folder.name} is {'damaged' if there else 'not there'}"
         return CheckpointError(what, error=said if there else None, folder=self.folder, fix=fix)
+
+
+def _ends(index: Metadata) -> dict[str, int]:
+    """The files of an index, with the end of the last entry in each, in bytes."""
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
+
+
+class _RenamingFiles(FileSystem):
+    """Files of which one takes the place of another in one step."""
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Keep a file: what replaces it comes next."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file the name of another, which it replaces."""
+        os.replace(path, new_path)
+
+
+class ReplacingWriter(FileSystemWriter):
+    """Writes a checkpoint into the folder of an older one, which counts until all parts of the new one are on the disk: they
+    have names of their own, and the new index replaces the old one last."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder, overwrite=True)
+        self.folder, self.fs = Path(folder), _RenamingFiles()
+
+    @property
+    def _own(self) -> str:
+        return f"__{self.save_id[:8]}"
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan of this rank, without torch's warning that there is an older checkpoint."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+            return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans of all ranks, with names of files that no other save has; torch calls this on one rank."""
+        named = [(plan, plan.storage_data) for plan in super().prepare_global_plan(plans)]
+        return [replace(p, storage_data=replace(s, prefix=f"{self._own}{s.prefix}")) for p, s in named]
+
+    def discard(self) -> None:
+        """Remove what a failed save has written, on the rank that names the files."""
+        for file in self.folder.glob(f"{self._own}*.distcp"):
+            file.unlink(missing_ok=True)
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Replace the index, then remove what it does not name; torch calls this on one rank when all have written."""
+        super().finish(metadata, results)
+        sync(self.folder)
+        for file in self.folder.glob("__*.distcp"):
+            if file.name not in _ends(metadata):
+                file.unlink()
+
+
+def sync(folder: Path) -> None:
+    """Flush the entries of a folder to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -93,6 +163,30 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
+def save_checkpoint(state: dict[str, Any], folder: Path) -> None:
+    """Write this rank's parts in place of an older checkpoint, if the folder has one; every rank calls it.
+
+    Raises CheckpointError if it cannot be written, on every rank; the older one is then as it was. Raises RankError if a rank
+    dies.
+    """
+    writer = ReplacingWriter(folder)
+    try:
+        with without_single_process_warning():
+            state_dict_saver.save(state, storage_writer=writer)
+    except CheckpointException as error:
+        writer.discard()
+        rank, reason = first_failure(error)
+        raise CheckpointError(
+            f"the checkpoint {folder.name} was not written",
+            error=f"{reason}, on rank {rank}",
+            folder=folder,
+            whole="the one that was there before" if (folder / METADATA).exists() else "none",
+            fix="make room, or another folder",
+        ) from error
+    except RuntimeError as error:
+        raise lost(error, f"the checkpoint {folder.name}") from error
+
+
 def load_checkpoint(
     state: dict[str, Any], reader: CheckpointReader, *, group: dist.ProcessGroup | None = None, alone: bool = False
 ) -> None:
@@ -104,15 +198,20 @@ def load_checkpoint(
         group: the ranks; by default all.
         alone: whether this process loads by itself.
 
-    Raises CheckpointError if the checkpoint is damaged, or lacks a part of `state`.
+    Raises CheckpointError if the checkpoint is damaged, or lacks a part of `state`; RankError if a rank dies.
     """
     try:
         with without_single_process_warning():
             state_dict_loader.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         _, reason = first_failure(error)
-        what, fix = f"the checkpoint {reader.folder.name} cannot be read", "the model and the optimizers that it was saved with"
+        what, fix = (
+            f"the checkpoint {reader.folder.name} cannot be read",
+            "an undamaged checkpoint, of this model and these optimizers",
+        )
         raise CheckpointError(what, error=reason, folder=reader.folder, fix=fix) from error
+    except RuntimeError as error:
+        raise lost(error, f"the checkpoint {reader.folder.name}") from error
 
 
 @contextmanager
@@ -133,7 +232,7 @@ def first_failure(error: CheckpointException) -> tuple[int, str]:
     rank, reason = next(((r, e) for r, e in pairs if isinstance(e, OSError)), pairs[0])
     if isinstance(reason, OSError) and reason.errno:
         return rank, os.strerror(reason.errno)
-    return rank, str(reason).partition("\n")[0]
+    return rank, str(reason).partition("\n")[0] or type(reason).__name__
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -143,4 +242,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-__all__ = ["CheckpointReader", "first_failure", "load_checkpoint", "without_single_process_warning"]
+__all__ = [
+    "CheckpointReader",
+    "ReplacingWriter",
+    "first_failure",
+    "load_checkpoint",
+    "save_checkpoint",
+    "sync",
+    "without_single_process_warning",
+]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -31,6 +33,15 @@ def listen() -> None:
     host, port = listener.getsockname()
     store.set(_key(rank), f"{host}:{port}")
     listener.detach()  # nobody closes it but the kernel
+
+
+@contextmanager
+def exchanging(where: str) -> Iterator[None]:
+    """Raise RankError if a collective within fails; see `lost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(error, where) from error
 
 
 def lost(error: RuntimeError, where: str) -> RankError:

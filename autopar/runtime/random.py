@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from autopar.errors import InputError
 from autopar.runtime.drawing import drawn, seed_from
+from autopar.runtime.lost_ranks import exchanging
 from autopar.runtime.traced_random import traced
 from autopar.runtime.world import Axis, Context
 
@@ -115,7 +116,8 @@ def agreed_seed(context: Context) -> int:
     drawn = torch.randint(2**62, (1,), dtype=torch.int64)
     if context.device_mesh is not None:
         drawn = drawn.to(context.device)
-        dist.broadcast(drawn, src=0)
+        with exchanging("the seed of rank 0"):
+            dist.broadcast(drawn, src=0)
     return int(drawn)
 
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from autopar.errors import PlanError
 from autopar.ir.program import Argument, Op, Program, Ref, Static, Value, substitute, text, without_devices
-from autopar.runtime.call_agreement import on_ranks
-from autopar.runtime.world import Context
+from autopar.runtime.lost_ranks import exchanging
+from autopar.runtime.world import Context, on_ranks
 
 T = TypeVar("T")
+COMPARED = "the comparison of the ranks' programs"
 ORDERED = (
     "PYTHONHASHSEED=0 in the environment of every process, where forward goes through a set of words "
     "(set(config.layer_types), say), which each process orders by itself"
@@ -35,20 +36,23 @@ def from_rank_0(make: Callable[[], str], context: Context) -> str:
             box = [make()]
         except Exception as error:
             box = [error]
-    dist.broadcast_object_list(box, src=0, device=context.device)
+    with exchanging("the plan of rank 0"):
+        dist.broadcast_object_list(box, src=0, device=context.device)
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
 
 
-def check_program(program: Program, context: Context) -> None:
-    """Raise PlanError on every rank if a rank has captured a different program than rank 0.
+def check_program(program: Program, context: Context, *, sharded_inputs: bool = False) -> None:
+    """Raise PlanError on every rank if a rank has captured a different program than rank 0, or takes its inputs otherwise.
 
     The error shows what every rank passed for the first input that differs, or else where the programs first differ.
     """
     if context.device_mesh is None:
         return
-    found = _gathered(program.hash, context)
+    found = _gathered((program.hash, "sharded" if sharded_inputs else "whole"), context)
+    if len({taken for _, taken in found}) > 1:
+        raise PlanError(f"the ranks differ in inputs=: {on_ranks([taken for _, taken in found])}", fix="the same on every rank")
     other = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
     if not other:
         return
@@ -98,11 +102,13 @@ def _kind(value: Value) -> str:
 
 def _broadcast(mine: T, rank: int, context: Context) -> T:
     box = [mine]
-    dist.broadcast_object_list(box, src=rank, device=context.device)
+    with exchanging(COMPARED):
+        dist.broadcast_object_list(box, src=rank, device=context.device)
     return box[0]
 
 
 def _gathered(mine: T, context: Context) -> list[T]:
     box: list[T] = [mine] * context.mesh.size
-    dist.all_gather_object(box, mine)
+    with exchanging(COMPARED):
+        dist.all_gather_object(box, mine)
     return box

@@ -32,8 +32,10 @@ from autopar.runtime import checkpoint, whole_weights
 from autopar.runtime.collectives import PRIMITIVES, SplitPosition
 from autopar.runtime.disk import note_writes, on_disk, seal, zeros_beside
 from autopar.runtime.host_memory import moved
+from autopar.runtime.lost_ranks import exchanging
 from autopar.runtime.world import Axis, Context
 
+STORED = "the distribution of rank 0's tensors"
 _WITH_PADDING: WeakSet[torch.UntypedStorage] = WeakSet()  # memory that has room for padding, filled with zeros
 
 
@@ -281,7 +283,8 @@ def store(
     if empty is None:
         box = [[tensor.is_meta for tensor in tensors.values()]]
         if context.device_mesh is not None:
-            dist.broadcast_object_list(box, src=0, device=context.device)
+            with exchanging(STORED):
+                dist.broadcast_object_list(box, src=0, device=context.device)
         empty = box[0]
     made: dict[int, torch.Tensor] = {}
     for (name, tensor), meta in zip(tensors.items(), empty, strict=True):
@@ -353,11 +356,13 @@ def _send_shards(
     if split:
         got = torch.empty_like(like, device=context.device)
         sent = pieces and [_as_bytes(piece.to(context.device).contiguous()) for piece in pieces]
-        dist.scatter(_as_bytes(got), sent, group=group, group_src=0)
+        with exchanging(STORED):
+            dist.scatter(_as_bytes(got), sent, group=group, group_src=0)
         return got
     got = pieces[0].to(context.device).clone() if pieces else torch.empty_like(like, device=context.device)
     got = got.contiguous()
-    dist.broadcast(_as_bytes(got), group=group, group_src=0)
+    with exchanging(STORED):
+        dist.broadcast(_as_bytes(got), group=group, group_src=0)
     return got
 
 

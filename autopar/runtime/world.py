@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
-from autopar.runtime.lost_ranks import listen
+from autopar.runtime.lost_ranks import exchanging, listen
 from autopar.runtime.process_environment import ProcessEnvironment, join_world, world_size
 
 
@@ -111,8 +111,9 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         device_mesh: an existing mesh of these devices, whose process groups are used if it has these axes.
 
     Raises:
-        MeshError: the size of the mesh is not the number of processes, this process has no GPU, or the ranks of `device_mesh`
-            are ordered differently along one row of an axis than along the next.
+        MeshError: the size of the mesh is not the number of processes, the ranks have different meshes, this process has no
+            GPU, or the ranks of `device_mesh` are ordered differently along one row of an axis than along the next.
+        RankError: a rank has died.
     """
     kind = device_mesh.device_type if device_mesh else device or ("cuda" if torch.cuda.is_available() else "cpu")
     if mesh.size == 1 and device_mesh is None:
@@ -125,6 +126,7 @@ def connect(mesh: Mesh, *, device: str | None = None, device_mesh: DeviceMesh | 
         torch.cuda.set_device(here)
     if not dist.is_initialized():
         join_world("nccl" if kind == "cuda" else "gloo")
+    _check_agreed(f"{mesh} of {kind}")
     grid = device_mesh or init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)
     if tuple(grid.shape) != mesh.sizes:
         grid = DeviceMesh(kind, grid.mesh.reshape(mesh.sizes), mesh_dim_names=mesh.axes)
@@ -209,3 +211,23 @@ def _check_world(mesh: Mesh) -> None:
             f"the mesh {mesh} has {mesh.size} devices, but {world} process{'es run' if world > 1 else ' runs'}",
             fix=f"launch the script with torchrun --nproc-per-node {mesh.size} (autopar.plan needs no processes)",
         )
+
+
+def _check_agreed(mine: str) -> None:
+    """Raise MeshError on every rank if ranks have different meshes, whose process groups would wait for each other."""
+    every = [mine] * dist.get_world_size()
+    with exchanging("the comparison of the ranks' meshes"):
+        dist.all_gather_object(every, mine)
+    if len(set(every)) > 1:
+        raise MeshError(f"the ranks have different meshes: {on_ranks(every)}", fix="the same mesh on every rank")
+
+
+def on_ranks(texts: Sequence[str]) -> str:
+    """What each rank has, by rank: "8 on ranks 0, 1; 4 on rank 2"."""
+    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+    return "; ".join(f"{text} on {_numbered(found)}" for text, found in ranks.items())
+
+
+def _numbered(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

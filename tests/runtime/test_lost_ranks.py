@@ -19,7 +19,9 @@ from autopar.errors import RankError
 from tests.support.forked import ended
 
 DIES = 3  # on a mesh (2, 2), where it shares an axis with ranks 1 and 2, and none with rank 0
+BUILDING = "in_parallelize"
 PLACES = {  # after how many collectives of its second step
+    BUILDING: (0, "the comparison of the ranks' programs"),
     "before_the_call": (0, "the comparison of the ranks' calls"),
     "in_the_forward": (1, "all_gather over axis (dp|tp|dp_tp)"),
     "in_the_backward": (3, "(all_gather|the reduction of gradients) over axis (dp|tp|dp_tp)"),
@@ -43,17 +45,26 @@ class Dying(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Deadly(nn.Module):
+    """Kills the process that calls it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
 def rank_runs(rank: int, place: str, folder: Path) -> None:
     """One rank: two steps, of which the second does not end; writes the error and the seconds until it came."""
     dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=4)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    x = torch.randn(8, 8)
-    parallel = autopar.parallelize(model, x, {"dp": 2, "tp": 2}, device="h100", strategy="fsdp", outputs="whole")
-    parallel(x).sum().backward()
-    dist.barrier()
-    started = time.monotonic()
+    x, started = torch.randn(8, 8), time.monotonic()
+    between = Deadly() if place == BUILDING and rank == DIES else nn.GELU()
+    model = nn.Sequential(nn.Linear(8, 16), between, nn.Linear(16, 8))
     try:
+        parallel = autopar.parallelize(model, x, {"dp": 2, "tp": 2}, device="h100", strategy="fsdp", outputs="whole")
+        parallel(x).sum().backward()
+        dist.barrier()
+        started = time.monotonic()
         if rank == DIES and not PLACES[place][0]:
             os.kill(os.getpid(), signal.SIGKILL)
         with Dying(PLACES[place][0] if rank == DIES else 1000):

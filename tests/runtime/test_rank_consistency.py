@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.runtime.workers import WorkerPool
 
 
@@ -46,6 +46,17 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.weight).sum() * self.number
+
+
+def differing(meshes: bool) -> str:
+    """What a rank is told whose mesh has another shape, or who alone gives parts of its inputs."""
+    second = bool(dist.get_rank())
+    mesh = (1, 2) if meshes and second else (2,)
+    try:
+        autopar.parallelize(Scaled(8, 0.5), torch.ones(4, 8), mesh, inputs="whole" if meshes or second else "sharded")
+    except AutoparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def told(of_ranks: list[tuple[int, int, float]]) -> str:
@@ -94,3 +105,13 @@ def test_weights_of_other_shapes_and_other_numbers_are_not_another_order(
         assert isinstance(said, str)
         assert said.startswith("the ranks captured different programs\n")
         assert where in said
+
+
+def test_meshes_of_other_shapes_and_inputs_that_only_some_give_in_parts_are_named(pool: WorkerPool) -> None:
+    """Other meshes would make process groups that wait for each other, until the ranks' timeout of half an hour."""
+    for said in pool.run(f"{__name__}:differing", True, ranks=2):
+        assert isinstance(said, str)
+        assert said.startswith("MeshError: the ranks have different meshes: (axis0=2) of cpu on rank 0; (axis0=1, axis1=2) of")
+    for said in pool.run(f"{__name__}:differing", False, ranks=2):
+        assert isinstance(said, str)
+        assert said.startswith("PlanError: the ranks differ in inputs=: sharded on rank 0; whole on rank 1\n")
