@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,11 +33,25 @@ def traced(
         assert isinstance(x, Tensor)
         assert isinstance(rate, float)
         return _dropout(x, rate, _call(operator, index, places, (TENSOR, rate, True), {}), numbers) if training and rate else x
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    constant = [TENSOR if isinstance(x, Tensor) else x for x in args]
-    named = {name: TENSOR if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+    tensors: list[Tensor] = []
+    constant = [_without_tensors(x, tensors) for x in args]
+    named = {name: _without_tensors(x, tensors) for name, x in kwargs.items()}
     found: list[Tensor] = draw(_call(operator, index, places, constant, named), numbers, tensors)
     return found[0] if _single(operator) else found
+
+
+def _without_tensors(value: object, tensors: list[Tensor]) -> object:
+    """An argument with a word for each tensor, which is appended to a list; a recurrent layer has lists of tensors."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TENSOR
+    return [_without_tensors(x, tensors) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _with_tensors(value: object, tensors: Iterator[Tensor]) -> object:
+    if value == TENSOR:
+        return next(tensors)
+    return [_with_tensors(x, tensors) for x in value] if isinstance(value, list) else value
 
 
 def _dropout(x: Tensor, rate: float, call: str, numbers: Tensor) -> Tensor:
@@ -87,8 +101,8 @@ def _run(call: str, numbers: Tensor | None, tensors: Sequence[Tensor]) -> list[T
     """The results of a call; without `numbers`, for tensors without data, nothing is drawn."""
     target, index, places, args, kwargs = _parsed(call)
     operator, rest = overload(target), iter(tensors)
-    given = [next(rest) if x == TENSOR else x for x in args]
-    named = {name: next(rest) if x == TENSOR else x for name, x in kwargs.items()}
+    given = [_with_tensors(x, rest) for x in args]
+    named = {name: _with_tensors(x, rest) for name, x in kwargs.items()}
     if numbers is None:
         found = operator(*given, **named)
     else:

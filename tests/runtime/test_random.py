@@ -3,9 +3,11 @@
 import copy
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import checkpoint
 from torch.nn import functional as F
 
@@ -153,3 +155,23 @@ def test_what_is_traced_draws_and_differentiates_as_what_is_called(
         torch.testing.assert_close(*results)
         torch.testing.assert_close(*gradients)
         state.advance()
+
+
+def test_a_traced_recurrent_layer_draws_and_differentiates_as_one_that_is_called() -> None:
+    """Its tensors come in lists."""
+    layer = nn.LSTM(4, 4, 2, dropout=0.5, dtype=torch.float64)
+    x, state, results = torch.randn(3, 2, 4, dtype=torch.float64), RngState(5), []
+    weights = [*layer.parameters()]
+    torch._dynamo.reset()
+
+    def draw(x: torch.Tensor) -> object:
+        start = [torch.zeros(2, 2, 4, dtype=torch.float64)] * 2
+        return seeded(torch.ops.aten.lstm.input, state, 3, [], x, start, weights, True, 2, 0.5, True, False, False)
+
+    for call in (draw, torch.compile(draw, backend="aot_eager", fullgraph=True)):
+        found: Any = call(x)
+        found[0].square().sum().backward()
+        results.append([*found, *(weight.grad for weight in weights)])
+        layer.zero_grad()
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][0], layer(x)[0])
