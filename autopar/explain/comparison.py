@@ -11,7 +11,7 @@ from autopar.plan.options import INFERENCE, Options
 from autopar.plan.plan import Plan
 from autopar.plan.tables import bytes_of, exposed
 from autopar.plan.text import Part, grid, milliseconds, size_text
-from autopar.planning.budget_errors import SMALLEST, explained
+from autopar.planning.no_plan import SMALLEST, explained
 from autopar.planning.optimize import solved
 from autopar.planning.planner import Planned, to_plan
 from autopar.search_space.schemes import OF_TRAINING, STRATEGIES, strategies_for

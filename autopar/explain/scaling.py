@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import Part, milliseconds, size_text
-from autopar.planning.budget_errors import SMALLEST
+from autopar.planning.no_plan import SMALLEST
 from autopar.planning.pipeline_search import plan_on
 from autopar.planning.planner import connected_meshes
 

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.pipeline.clock import Clock, StageSeconds
 from autopar.plan.options import PLENTY
 from autopar.plan.plan import Plan
-from autopar.planning.budget_errors import SMALLEST
+from autopar.planning.no_plan import SMALLEST
 from autopar.planning.optimize import Optimized
 from autopar.planning.pipeline_plan import StagedStep, staged, with_messages, written
 from autopar.planning.stage_plans import StagePlanner, stage_seconds

@@ -25,7 +25,7 @@ from autopar.ir.program import Output, Program
 from autopar.ir.training_step import TrainingStep
 from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, Options
-from autopar.planning.budget_errors import NoWayError, UnfitError
+from autopar.planning.no_plan import NoWayError, UnfitError
 from autopar.planning.recompute_policies import NARROWER, cheapest_within
 from autopar.search_space.assignment import Assignment
 from autopar.search_space.constraints import constrained

@@ -32,7 +32,7 @@ from autopar.plan.pipeline import Crossing, Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps, crossing_values
 from autopar.plan.text import size_text
-from autopar.planning.budget_errors import SMALLEST
+from autopar.planning.no_plan import SMALLEST
 from autopar.planning.pipeline_bound import least_step
 from autopar.planning.pipeline_stages import Cut, without_axis
 from autopar.planning.stage_plans import StageBudgetError, StagePlan, StagePlanner

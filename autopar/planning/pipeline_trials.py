@@ -23,7 +23,7 @@ from autopar.pipeline.clock import clock_of
 from autopar.plan.options import AUTO, Options
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
-from autopar.planning.budget_errors import explained
+from autopar.planning.no_plan import explained
 from autopar.planning.optimize import Optimized, solution_time
 from autopar.planning.pipeline_checks import check_program
 from autopar.planning.pipeline_plan import SlowerStagesError, StagedStep, no_faster, staged, written

@@ -16,9 +16,9 @@ from autopar.ir.training_step import TrainingStep
 from autopar.passes.microbatches import counts, microbatches
 from autopar.passes.padding import PaddingExtent, Rooms, padded
 from autopar.plan.options import AUTO, Options
-from autopar.planning.budget_errors import UnfitError, explaining
 from autopar.planning.decide import decided
 from autopar.planning.model_checks import useless_axes, without_rule
+from autopar.planning.no_plan import UnfitError, explaining
 from autopar.planning.optimize import Optimized, Stop, analysed, cheaper, least_price, solution_time, solved
 from autopar.solver.deadline import NEVER, Deadline, Interrupt
 from autopar.solver.highs import SlowerError, SolverError, TimeLimitError

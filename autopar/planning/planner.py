@@ -36,10 +36,10 @@ from autopar.plan.budget import parse_bytes
 from autopar.plan.options import AUTO, PLENTY, Options
 from autopar.plan.plan import Collective, Plan
 from autopar.plan.resolved import ResolvedPlan
-from autopar.planning.budget_errors import explaining
 from autopar.planning.dtype_checks import refuse_dtypes
 from autopar.planning.memories import with_memories
 from autopar.planning.mesh_shapes import connected_shapes
+from autopar.planning.no_plan import explaining
 from autopar.planning.optimize import Optimized, Stop, sent_seconds
 from autopar.planning.plan_search import best_shape, best_variant, limited
 from autopar.planning.respecialize import varied

@@ -41,9 +41,9 @@ from autopar.plan.pipeline import moments
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StageSteps
 from autopar.plan.text import size_text
-from autopar.planning.budget_errors import SMALLEST, explained
 from autopar.planning.memory_shares import NO_FLOORS, MemoryNeed, MemoryShare, memory_shares
 from autopar.planning.model_checks import without_rule
+from autopar.planning.no_plan import SMALLEST, explained
 from autopar.planning.optimize import Optimized, analysed, solution_time, solved, transferred
 from autopar.planning.pipeline_bound import repeated
 from autopar.planning.pipeline_stages import Cut

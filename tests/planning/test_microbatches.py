@@ -20,7 +20,7 @@ from autopar.passes.microbatches import microbatches
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
 from autopar.plan.text import plain
-from autopar.planning import budget_errors
+from autopar.planning import no_plan
 from autopar.planning.optimize import analysed, solved
 from autopar.planning.planner import to_plan
 from autopar.runtime.memory_tracker import MemoryTracker
@@ -320,7 +320,7 @@ def test_the_least_memory_is_searched_once_for_all_numbers_of_micro_batches(monk
         searched.append(len(known))
         return smallest_of(known, settings)
 
-    monkeypatch.setattr(budget_errors, "smallest_of", noted)
+    monkeypatch.setattr(no_plan, "smallest_of", noted)
     with pytest.raises(BudgetError, match="the smallest budget that works is"):
         planning.plan(PLAIN, ON, microbatches="auto", budget=1)
     assert len(searched) == 1
