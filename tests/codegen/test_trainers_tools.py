@@ -285,7 +285,8 @@ def forwards_without_backwards(strategy: str) -> None:
     for _ in range(6):
         parallel(batches()[0, 0])
         counts.append(live())
-    assert counts[-1] <= counts[1], f"tensors after each forward: {counts}"
+    # of four forwards, none leaves a tensor; others of the process come and go
+    assert counts[-1] < counts[1] + 4, f"tensors after each forward: {counts}"
     with torch.autograd.detect_anomaly(check_nan=False):
         parallel(batches()[0, 0]).backward()
     with (
