@@ -205,10 +205,8 @@ def load_checkpoint(
             state_dict_loader.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         _, reason = first_failure(error)
-        what, fix = (
-            f"the checkpoint {reader.folder.name} cannot be read",
-            "an undamaged checkpoint, of this model and these optimizers",
-        )
+        what = f"the checkpoint {reader.folder.name} cannot be read"
+        fix = "an undamaged one, of this model and these optimizers"
         raise CheckpointError(what, error=reason, folder=reader.folder, fix=fix) from error
     except RuntimeError as error:
         raise lost(error, f"the checkpoint {reader.folder.name}") from error
