@@ -12,7 +12,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.lost_ranks import lost
+from autopar.runtime.lost_ranks import exchanging
 
 LOG = logging.getLogger("autopar")
 EXIT = 128 + signal.SIGTERM  # as a shell reports it: torchrun takes it for a failure, and starts the rank again
@@ -62,10 +62,8 @@ def anywhere(*flags: bool, group: dist.ProcessGroup | None) -> list[bool]:
     if group is None:
         return list(flags)
     found = torch.tensor(flags, dtype=torch.int32)
-    try:
+    with exchanging("the end of a step"):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    except RuntimeError as error:
-        raise lost(error, "the end of a step") from error
     return [bool(flag) for flag in found]
 
 

@@ -104,8 +104,7 @@ class BudgetLoop:
         """The cheapest solution within a limit found near the relaxation, or `everywhere`, with a lower bound on every
         solution.
         """
-        judge = self._judge(limit)
-        critical = partial(self._critical, limit)
+        judge, critical = self._judge(limit), partial(self._critical, limit)
         return self._solver.solve(judge, self._known(limit), cutoff=cutoff, everywhere=everywhere, critical=critical)
 
     def free(self) -> Solution | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from autopar.errors import InputError
 from autopar.runtime.first_message import awaited
-from autopar.runtime.lost_ranks import lost
+from autopar.runtime.lost_ranks import exchanging
 from autopar.runtime.world import Context, on_ranks
 
 SAMPLED = 1024  # elements of each input that a call compares: other ones in every call, and all of them in the first
@@ -137,10 +137,8 @@ class CallAgreement:
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        try:
+        with exchanging(ON_HOST):
             sent.work.wait()
-        except RuntimeError as error:
-            raise lost(error, ON_HOST) from error
         firsts = torch.tensor([[0] * self.context.mesh.size, *self.owners.values()]).T
         if bool((sent.digests != sent.digests.gather(0, firsts)).any()):
             sent.undo()

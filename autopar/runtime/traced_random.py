@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from autopar.ir.program import overload
 from autopar.runtime.drawing import drawn, seed_from
@@ -33,25 +33,10 @@ def traced(
         assert isinstance(x, Tensor)
         assert isinstance(rate, float)
         return _dropout(x, rate, _call(operator, index, places, (TENSOR, rate, True), {}), numbers) if training and rate else x
-    tensors: list[Tensor] = []
-    constant = [_without_tensors(x, tensors) for x in args]
-    named = {name: _without_tensors(x, tensors) for name, x in kwargs.items()}
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    constant, named = tree_map_only(Tensor, lambda x: TENSOR, (args, kwargs))
     found: list[Tensor] = draw(_call(operator, index, places, constant, named), numbers, tensors)
     return found[0] if _single(operator) else found
-
-
-def _without_tensors(value: object, tensors: list[Tensor]) -> object:
-    """An argument with a word for each tensor, which is appended to a list; a recurrent layer has lists of tensors."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return TENSOR
-    return [_without_tensors(x, tensors) for x in value] if isinstance(value, list | tuple) else value
-
-
-def _with_tensors(value: object, tensors: Iterator[Tensor]) -> object:
-    if value == TENSOR:
-        return next(tensors)
-    return [_with_tensors(x, tensors) for x in value] if isinstance(value, list) else value
 
 
 def _dropout(x: Tensor, rate: float, call: str, numbers: Tensor) -> Tensor:
@@ -101,8 +86,7 @@ def _run(call: str, numbers: Tensor | None, tensors: Sequence[Tensor]) -> list[T
     """The results of a call; without `numbers`, for tensors without data, nothing is drawn."""
     target, index, places, args, kwargs = _parsed(call)
     operator, rest = overload(target), iter(tensors)
-    given = [_with_tensors(x, rest) for x in args]
-    named = {name: _with_tensors(x, rest) for name, x in kwargs.items()}
+    given, named = tree_map(lambda x: next(rest) if x == TENSOR else x, (args, kwargs))
     if numbers is None:
         found = operator(*given, **named)
     else:

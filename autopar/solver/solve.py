@@ -87,7 +87,7 @@ class Solver:
         *,
         cutoff: float = math.inf,
         everywhere: bool = True,
-        critical: Callable[[], Iterable[Row]] | None = None,
+        critical: Callable[[], Iterable[Row]] = lambda: (),
     ) -> Outcome:
         """The cheapest solution within all rows.
 
@@ -97,10 +97,10 @@ class Solver:
             rows: initial rows. They must include those of the last call, with limits that are no higher: a series of limits
                 falls.
             cutoff: only solutions below so many seconds count, and only ones found soon.
-            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes; otherwise,
-                where `critical` is given, it is relaxed, which may prove that there is none.
+            everywhere: whether all is searched where rows bind and no window has a solution, which may take minutes; otherwise
+                it is relaxed, which may prove that there is none.
             critical: the rows of moments at which much is alive, called where rows bind: where every solution has too much at
-                one of them, none is searched. Without it nothing is proven from rows alone.
+                one of them, none is searched.
 
         Raises SolverError where HiGHS fails or a limit of the settings leaves no answer, TimeLimitError where the deadline
         leaves none.
@@ -109,10 +109,10 @@ class Solver:
         memory = LazyRows(lambda one: judge(presolved.expand(one)), presolved.row, map(presolved.row, rows), self.settings)
         found = None if memory.rows else self._without_rows(memory, cutoff)
         if found is None:
-            rows = list(map(presolved.row, critical())) if critical else []
+            rows = list(map(presolved.row, critical()))
             if any(bytes > row.limit for row, bytes in zip(rows, least_bytes(presolved.problem, rows), strict=True)):
                 return Outcome(solution=None, bound=math.inf)
-            found = self._within_rows(memory, cutoff, everywhere=everywhere, proving=critical is not None)
+            found = self._within_rows(memory, cutoff, everywhere=everywhere)
         if found.solution is None:
             return found
         return replace(found, solution=presolved.expand(found.solution.bounded(found.bound, self.settings.equal_price)))
@@ -200,7 +200,7 @@ class Solver:
             best = found.search.window.expand(last.solution)
         return Outcome(solution=best if best is not None and best.seconds < cutoff else None, bound=bound)
 
-    def _within_rows(self, memory: LazyRows, cutoff: float, *, everywhere: bool, proving: bool) -> Outcome:
+    def _within_rows(self, memory: LazyRows, cutoff: float, *, everywhere: bool) -> Outcome:
         """The cheapest solution if rows bind: the first core tells nothing about more expensive solutions."""
         at_once = self._at_once(memory, cutoff) if self._base is None else None
         if at_once is not None:
@@ -226,7 +226,7 @@ class Solver:
             if found.solution is not None and not found.complete and found.seconds > (1 + enough) * found.bound:
                 found = self._proven(self._base, memory, found.solution, found.bound)
                 self._series = True
-            if found.solution is None and not found.complete and (everywhere or proving):
+            if found.solution is None and not found.complete:
                 everything = self._base.everything()
                 last = search_rows(everything, memory, cutoff) if everywhere else _disproved(everything, memory, cutoff)
                 found = replace(last, bound=max(found.bound, last.bound))

@@ -20,7 +20,7 @@ from tests.solver.random_problems import enumerate_all, random_problem, random_r
 
 
 def test_a_simplex_method_without_progress_ends_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of HiGHS stands still that can be written in a few lines; here, one look without progress is called that."""
+    """A program on which HiGHS stalls is too large for a test: here, two looks at one iteration are called a stall."""
     monkeypatch.setattr(highs, "_STALLED", 1)
     solver = highs.load(dense())
     assert highs.run(solver) is Meaning.TROUBLE

@@ -64,7 +64,7 @@ def test_without_searching_everywhere_only_limits_that_no_solution_meets_have_an
     for seed in SEEDS:
         problem = random_problem(seed)
         row = replace(binding(problem, seed), limit=0.0 if seed % 2 else binding(problem, seed).limit / 2)
-        found = Solver(problem, EXACT).solve(judged(problem, row), everywhere=False, critical=list)
+        found = Solver(problem, EXACT).solve(judged(problem, row), everywhere=False)
         best = enumerate_all(problem, (row,))
         if found.bound == math.inf:
             assert best is None
