@@ -105,7 +105,10 @@ class TrainingReader(CheckpointReader):
 
 
 def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dist.ProcessGroup | None) -> Future[Metadata]:
-    """Copy this rank's parts to the host and start writing them; a single process writes them synchronously."""
+    """Copy this rank's parts to the host and start writing them; a single process writes them synchronously.
+
+    torch's own copy leaves out DTensors without dims, which would be written as later steps have them.
+    """
     if group is None:
         done: Future[Metadata] = Future()
         try:
@@ -114,7 +117,8 @@ def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dis
         except (CheckpointException, OSError) as error:
             done.set_exception(error)
         return done
-    saved = state_dict_saver.async_save(tensors, storage_writer=writer, process_group=group)
+    copied = {name: tensor if tensor.dim() else tensor.detach().clone() for name, tensor in tensors.items()}
+    saved = state_dict_saver.async_save(copied, storage_writer=writer, process_group=group)
     assert isinstance(saved, Future), "a writer that stages by itself has one future"
     return saved
 
