@@ -32,7 +32,7 @@ class Relaxation:
         program: what is relaxed. Fixed charges and regions that it lacks can be added after a first solve.
         settings: limits and tolerances.
         quick: a first look at rows that others follow: iterations are limited regardless of size.
-        presolve: whether HiGHS presolves it although it is large (`unpresolved_rows`).
+        presolve: whether HiGHS presolves it although it is large (`devex_rows`).
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Relaxation:
         """The program in HiGHS, loaded at the first solve, without rows (excess) that nothing has violated."""
         if self._loaded is None:
             rows, settings = self.program.matrix.rows, self.settings
-            devex, presolve = rows > settings.devex_rows, self._presolve or rows <= settings.unpresolved_rows
+            devex = rows > settings.devex_rows
+            presolve = rows <= settings.unpresolved_rows or (devex and self._presolve)
             self._loaded = highs.load(self.program.block(), devex=devex, presolve=presolve)
             self._let_wait(self._loaded)
         return self._loaded

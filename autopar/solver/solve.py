@@ -22,8 +22,8 @@ could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 
 prices instead (`link_weights`). Where rows bind (`_within_rows`),
 nobody knows what a solution will cost: the whole is relaxed, and narrow windows are searched until one holds a solution
 (`_near`). Where that would be three large relaxations, a wide window is relaxed once, with rows (`_at_once`); in a large
-problem rows are prices, too, and what few of these use is searched (`_by_prices`). `search.search_rows` is rows to reroute in
-one of them.
+problem, and where narrow windows of a smaller one hold nothing (`_far`), rows are prices, too, and what few of these use is
+searched (`_by_prices`). `search.search_rows` is rows to reroute in one of them.
 The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
 clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
@@ -78,6 +78,7 @@ class Solver:
         self._base: Core | None = None  # where rows bind
         self._bounded: tuple[Search, float] | None = None  # a wide window with the rows that bind, and its bound
         self._weighed: Weighed | None = None  # where regions are prices there
+        self._far = False  # whether rows bind, and narrow windows have no solution
         self._series = False  # whether a limit was searched before
 
     def solve(
@@ -216,6 +217,9 @@ class Solver:
         enough = 0.0 if self._weighed is None else self.settings.dive_gap
         try:
             found = self._near(self._base, memory, cutoff)
+            if found.solution is None and not found.complete and not self._far and self._columns >= self.settings.far_columns:
+                self._far, self._base = True, None
+                return self._within_rows(memory, cutoff, everywhere=everywhere)
             if found.seconds > self._base.holds and not found.complete:
                 self._base = self._everything(cutoff)
                 if self._base.relaxed.result is None:
@@ -232,7 +236,7 @@ class Solver:
                 found = replace(last, bound=max(found.bound, last.bound))
         except TimeLimitError as error:
             if found.solution is None:
-                raise TimeLimitError(self.settings.deadline, self._base.bound) from error
+                raise TimeLimitError(self.settings.deadline, found.bound) from error
         best = found.solution and self._with_regions(memory, found.solution)
         return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
 
@@ -285,7 +289,7 @@ class Solver:
     def _weigh(self) -> Weighed | None:
         """A large problem with its regions, if it has some, as prices, for with their long rows it takes minutes; None if it is
         not one."""
-        if self._weighed is None and self._large:
+        if self._weighed is None and (self._large or self._far):
             self._weighed = best_weights(self._presolved.problem, self.settings, self._core)
         return self._weighed
 
