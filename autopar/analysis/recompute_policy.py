@@ -78,19 +78,25 @@ def check_policy(name: object) -> None:
         raise ConstraintError(f"no recomputation is called {name!r}", fix=f"one of {', '.join(POLICIES)}")
 
 
-def policy_of(analysis: Analysis, name: str) -> RecomputePolicy:
-    """The policy of this name. Raises ConstraintError for an unknown name, or a model without blocks."""
-    check_policy(name)
-    if name in (AUTO, NONE):
-        return FREE if name == AUTO else RecomputePolicy()
-    program = analysis.program
-    block = {op.name: block for block, ops in blocks(program).items() for op in ops}
-    if not block:
+def check_blocks(program: Program, name: str) -> None:
+    """Raise ConstraintError if a policy is about repeated blocks, and a whole model has none."""
+    if name in (BLOCKS, SELECTIVE) and not blocks(program):
         raise ConstraintError(
             f"recompute={name!r} recomputes repeated blocks, and the model has none",
             block=BLOCK,
             fix="recompute='auto'",
         )
+
+
+def policy_of(analysis: Analysis, name: str) -> RecomputePolicy:
+    """The policy of this name. Raises ConstraintError for an unknown name, or a model without blocks; a stage may have none."""
+    check_policy(name)
+    program = analysis.program
+    if analysis.step.stage is None:
+        check_blocks(program, name)
+    if name in (AUTO, NONE):
+        return FREE if name == AUTO else RecomputePolicy()
+    block = {op.name: block for block, ops in blocks(program).items() for op in ops}
     within = inner(program, [block.get(op.name, "") for op in program.ops]) & block.keys()
     able = {name for name in analysis.recomputable & within if not analysis.weights.issuperset(_results(program.op[name]))}
     ops = frozenset(able if name == BLOCKS else (op for op in able if not _dear(program.op[op], analysis)))
@@ -154,4 +160,4 @@ def _asked(analysis: Analysis, ops: frozenset[str]) -> tuple[frozenset[str], fro
     return frozenset(asked), frozenset(uses)
 
 
-__all__ = ["AUTO", "FREE", "POLICIES", "RecomputePolicy", "check_policy", "policy_of"]
+__all__ = ["AUTO", "FREE", "POLICIES", "RecomputePolicy", "check_blocks", "check_policy", "policy_of"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopar.analysis.analysis import Analysis, analyse
 from autopar.analysis.recompute_policy import policy_of
+from autopar.analysis.repeated_blocks import blocks
 from autopar.cost_models.optimizers import Optimizer
 from autopar.errors import ConstraintError
 from autopar.formulation.budget_loop import BudgetLoop, within
@@ -320,9 +321,8 @@ def _by_policies(
 
 def _narrower(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[MemoryModel]:
     """The problems of policies narrower than the one of the options; there are none for a model without blocks."""
-    for policy in NARROWER if options.recompute == AUTO else ():
-        with suppress(ConstraintError):
-            yield problem_of(analysis, mesh, options.stepped, replace(options, recompute=policy))
+    for policy in NARROWER if options.recompute == AUTO and blocks(analysis.program) else ():
+        yield problem_of(analysis, mesh, options.stepped, replace(options, recompute=policy))
 
 
 def _with_free_layouts(best: Optimized, loop: BudgetLoop, limit: Bytes, settings: SearchSettings) -> Optimized:

@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from autopar.analysis.recompute_policy import check_blocks
 from autopar.errors import AutoparError, ConstraintError
 from autopar.ir.device import Seconds
 from autopar.ir.dynamic_dims import declared
@@ -78,6 +79,7 @@ def search_pipeline(
 ) -> PipelineTrials:
     """Run the search over one mesh, or several shapes of one, to its end."""
     check_options(options)
+    check_blocks(program, options.recompute)
     kind = LargePipelineSearch if len(program.ops) > LARGE else PipelineSearch
     search = kind(program, options, limited(settings, options))
     for mesh in meshes:

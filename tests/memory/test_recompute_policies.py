@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.parallelize import assemble, tensors_of
 from autopar.plan.options import Options
 from autopar.plan.plan import Plan
+from autopar.planning.pipeline_search import plan_pipeline
 from autopar.planning.planner import connected_mesh, plan_program
 from autopar.runtime.world import connect
 from tests.support import models, planning
@@ -140,3 +141,12 @@ def test_another_word_is_refused_with_those_that_exist(wrong: object) -> None:
 def test_a_model_without_blocks_is_refused(name: str) -> None:
     with pytest.raises(ConstraintError, match="and the model has none"):
         planning.plan(planning.layers(64, 32, 32), planning.mesh((2,), NVLINK), recompute=name)
+
+
+@pytest.mark.parametrize("name", ["blocks", "selective"])
+def test_only_a_stage_may_be_without_blocks(name: str) -> None:
+    on, asked = planning.mesh((2,), NVLINK), Options(pipeline="axis0", microbatches=2, recompute=name)
+    plan = plan_pipeline(planning.gpt2(8, 64, 128).program, on, replace(asked, stages=["lm_head"]))
+    assert [bool(stage.breakdown.recompute) for stage in plan.stages] == [True, False]
+    with pytest.raises(ConstraintError, match="and the model has none"):
+        plan_pipeline(planning.layers(64, 32, 32).program, on, asked)
