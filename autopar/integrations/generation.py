@@ -45,7 +45,9 @@ class Generating(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True  # it has none of its own
 
     def __init__(self, parallel: ParallelModule, model: nn.Module) -> None:
-        super().__init__(copy.deepcopy(model.config))
+        config: Any = copy.deepcopy(model.config)
+        config._experts_implementation = "eager"  # the experts are in the parallel module: there are none here to switch
+        super().__init__(config)
         self.parallel, self.generation_config = parallel, model.generation_config
 
     @property

@@ -139,7 +139,7 @@ def _probed(model: PreTrainedModel, batch: int, length: int, source: int) -> tup
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise InputError(
                 f"{type(model).__name__} decides by values while it fills a cache, which a plan cannot: {first}",
-                fix='experts_implementation="grouped_mm" for experts; or generate without a cache: Generator',
+                fix='experts_implementation="batched_mm" in the config, for experts; or generate without a cache: Generator',
             ) from error
     if not source:
         cross.layers = []

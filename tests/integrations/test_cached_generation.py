@@ -311,5 +311,14 @@ def test_lengths_that_change_the_positions_of_all_are_refused() -> None:
 def test_a_model_that_looks_at_numbers_where_it_fills_the_cache_is_refused() -> None:
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=2, experts_implementation="eager")
     model = transformers.MixtralForCausalLM(config).eval()
-    with pytest.raises(InputError, match=r'(?s)decides by values while it fills a cache.*experts_implementation="grouped_mm"'):
+    with pytest.raises(InputError, match=r'(?s)decides by values while it fills a cache.*experts_implementation="batched_mm"'):
         plan_generation(model, prompts(2, 4), (1,), length=16, device="h100")
+
+
+def test_a_mixture_of_experts_generates_as_the_refusal_says() -> None:
+    config = transformers.MixtralConfig(
+        **SIZES, num_key_value_heads=4, num_local_experts=2, experts_implementation="batched_mm"
+    )
+    model, words = transformers.MixtralForCausalLM(config).eval(), prompts(2, 4)
+    generator = parallel_generator(model, words, (1,), length=16, device="h100")
+    assert torch.equal(generator.generate(words, max_new_tokens=8), model.generate(words, max_new_tokens=8))

@@ -20,6 +20,11 @@ HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config, {"n_layer": 1, "n_head": 4, "n_embd": 16, "n_positions": 32}),
     "llama": ("LlamaForCausalLM", transformers.LlamaConfig, HEADS | {"hidden_size": 16, "intermediate_size": 32}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        transformers.MixtralConfig,
+        HEADS | {"hidden_size": 16, "intermediate_size": 32, "num_local_experts": 2},
+    ),
     "bloom": ("BloomForCausalLM", transformers.BloomConfig, {"hidden_size": 16, "n_layer": 1, "n_head": 4}),
     "roberta": ("RobertaForCausalLM", transformers.RobertaConfig, HEADS | {"hidden_size": 16, "is_decoder": True}),
     "t5": (
@@ -54,6 +59,7 @@ class Case:
 MASKED, PAIR = ("input_ids", "attention_mask", "labels"), ("decoder_input_ids", "decoder_attention_mask")
 CASES = {
     "llama, words alone": Case("llama", ("input_ids", "labels"), "left", inputs="sharded"),
+    "mixtral, a mask": Case("mixtral", MASKED, "left"),
     "bloom, a mask": Case("bloom", MASKED, "right"),
     "roberta, positions": Case("roberta", (*MASKED, "position_ids"), "left"),
     "gpt2, a mask": Case("gpt2", MASKED, "left", strategy="megatron"),
