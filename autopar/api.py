@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from autopar.capture.signature import refuse_model
 from autopar.codegen import ParallelModule
+from autopar.codegen.graph_module import warn_of_hidden
 from autopar.codegen.shared_parameters import remember, warn_of_shared_parameters
 from autopar.codegen.state_dict_hooks import warn_of_state_dict_hooks
 from autopar.cost_models.cost_model import CATALOG, CostModel
@@ -236,6 +237,7 @@ def parallelize(
         if over is not None and not isinstance(over, ParallelModule):
             raise PlanError(f"over is a {type(over).__name__}", fix="what autopar.parallelize returned")
         parallel = build(model, sample_input, mesh, plan, asked, sharded_inputs=inputs == "sharded", over=over)
+    warn_of_hidden(parallel)
     remember(model, parallel)
     return parallel
 

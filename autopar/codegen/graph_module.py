@@ -163,6 +163,19 @@ class GraphModule(_StoredModule, fx.GraphModule):
         return code
 
 
+def warn_of_hidden(module: nn.Module) -> None:
+    """Warn of what a model calls like something that a parallel module has: torch's functions walk to tensors by attributes."""
+    held = [(name, one) for table in HELD for name, one in getattr(module, table).items() if one is not None]
+    if hidden := [name for name, one in held if getattr(module, name) is not one]:
+        more = f" and {len(hidden) - 3} more" if len(hidden) > 3 else ""
+        warnings.warn(
+            f"the model's {', '.join(hidden[:3])}{more} cannot be reached as an attribute: a parallel module has something "
+            "else of that name. It is trained, but torch's get_model_state_dict and get_parameter, save_training_state and "
+            "elastic runs do not find its tensors; give it another name in the model",
+            stacklevel=3,
+        )
+
+
 def _refuse_cast(module: nn.Module, change: Change) -> None:
     """Raise InputError, before anything changes, if a function of tensors would cast what a module holds."""
     held = dict.fromkeys((tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers()))
@@ -176,4 +189,4 @@ def _refuse_cast(module: nn.Module, change: Change) -> None:
             )
 
 
-__all__ = ["HELD", "GraphModule"]
+__all__ = ["HELD", "GraphModule", "warn_of_hidden"]

@@ -84,7 +84,8 @@ def test_no_name_is_executed_or_changes_a_value(plan: Plan, monkeypatch: pytest.
     monkeypatch.setattr(builtins, "canary", called.append, raising=False)
     model, batch = Called(NAMES), batch_of(NAMES)
     assert Plan.from_json(plan.to_json()) == plan
-    parallel = autopar.parallelize(model, (batch,), plan.mesh, plan=plan)
+    with pytest.warns(UserWarning, match="the model's autopar, graph, run cannot be reached as an attribute"):
+        parallel = autopar.parallelize(model, (batch,), plan.mesh, plan=plan)
     torch.testing.assert_close(parallel(batch), model(batch))
     assert list(parallel.state_dict()) == list(model.state_dict())
     assert called == []
@@ -134,7 +135,8 @@ def test_what_is_named_like_a_method_or_attribute_of_the_parallel_module_is_trai
     names = sorted(name for name in ours if not name.startswith("__"))
     assert {"gather", "step", "_loss", "data_rank"} < {*names}
     model, x = Scaled(names), torch.randn(8, 4)
-    parallel = autopar.parallelize(model, x, device="h100", **options)
+    with pytest.warns(UserWarning, match=r"the model's .* and \d+ more cannot be reached as an attribute"):
+        parallel = autopar.parallelize(model, x, device="h100", **options)
     (loss := model(x)).backward()
     torch.testing.assert_close(parallel.step(x), loss.detach())
     for name, parameter in parallel.named_parameters():
