@@ -82,7 +82,8 @@ def run(
     Raises:
         CheckpointError: a checkpoint cannot be written, is damaged, or is of another model.
         BudgetError: the model does not fit on the available ranks.
-        InputError: a function takes or returns the wrong thing, or a step does not step the optimizer.
+        InputError: a function takes or returns the wrong thing, a step does not step the optimizer, or what the optimizer keeps
+            cannot be stored, or is of an optimizer with other groups.
         SystemExit: it was asked to stop and has saved.
         AutoparError: what `autopar.parallelize` raises.
     """
@@ -148,9 +149,9 @@ def _begin(state: TrainingState, saved: Checkpoints) -> None:
         saved.wait()
     else:
         rest = reader.rest()
-        tensors = state.saved_tensors(reader.read_metadata().state_dict_metadata, stepped=bool(rest["step"]))
-        saved.load(reader, tensors)
-        state.load_rest(rest, tensors)
+        steps = state.steps_to_load(reader.read_metadata().state_dict_metadata, stepped=bool(rest["step"]))
+        saved.load(reader, state.tensors(steps))
+        state.load_rest(rest, steps)
     plan = state.model.autopar.plan
     assert plan is not None, "it was built from a plan"
     LOG.info("step %d on %s, %d micro-batches", state.step, plan.mesh, plan.microbatches)
@@ -203,7 +204,8 @@ def _step(state: TrainingState, train_step: TrainStep, *, check: bool) -> None:
 
 
 def _save(state: TrainingState, saved: Checkpoints) -> None:
-    saved.save(state.step, state.tensors(stepped=state.step > 0), state.rest())
+    steps = state.steps()
+    saved.save(state.step, state.tensors(steps), state.rest(steps))
 
 
 def _asked(mesh: object, config: Mapping[str, object] | str | Path | None, options: Mapping[str, object]) -> dict[str, object]:

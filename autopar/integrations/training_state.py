@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
+from torch.utils._pytree import tree_leaves
 
 from autopar.codegen import ParallelModule
 from autopar.codegen.pipeline_module import PipelineModule
@@ -23,15 +24,12 @@ def save_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
     """Write this rank's parts; every rank calls it. An optimizer that has not stepped yet is saved without state.
 
     A state that was saved in the folder before counts until all parts are on the disk. Raises CheckpointError if they cannot be
-    written, RankError if a rank dies, InputError if pipeline stages have different numbers of parameter groups, and for LBFGS.
+    written, RankError if a rank dies, InputError if pipeline stages have different numbers of parameter groups, for LBFGS, and
+    for text in an optimizer's state.
     """
-    names = {parameter: name for name, parameter in parallel.named_parameters()}
-    with unstepped(optimizers) as fresh:
-        weights, steps = get_state_dict(parallel, list(optimizers))
-    for optimizer in fresh:
-        drop_state(steps, [names[parameter] for group in optimizer.param_groups for parameter in group["params"]])
-    groups: Any = steps.get("param_groups", [])  # without optimizers there are none
-    name_groups(groups, parallel)
+    steps = steps_of(optimizers, parallel)
+    name_groups(steps["param_groups"], parallel)
+    weights = get_model_state_dict(parallel)
     states = {"model": weights, "optimizer": steps, "random": parallel.autopar.rng_state}
     save_checkpoint(states, Path(folder))
 
@@ -54,18 +52,43 @@ def load_training_state(parallel: ParallelModule, optimizers: Sequence[torch.opt
         optimizer.load_state_dict(state_of(optimizer, names, steps))
 
 
-@contextmanager
-def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """The optimizers that have not stepped; their state is cleared again on exit. Asked for it, torch creates it by a step of
-    zeros, which would count as one more step.
+def steps_of(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> OptimizerGroup:
+    """The states of optimizers by parameter name; `state_of` converts them back.
 
-    Raises InputError for LBFGS, which torch cannot ask.
+    An optimizer that has not stepped, or keeps no state, has none: torch's `get_optimizer_state_dict` steps it with gradients
+    of zero, which changes the weights unless `lr` scales all of the step. Raises InputError for LBFGS, and for text in a state.
     """
+    refuse_lbfgs(optimizers)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    steps: OptimizerGroup = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        found = optimizer.state_dict()
+        own = dict(enumerate(names[one] for group in optimizer.param_groups for one in group["params"]))
+        steps["state"] |= {own[number]: state for number, state in found["state"].items()}
+        steps["param_groups"] += [{**group, "params": [own[n] for n in group["params"]]} for group in found["param_groups"]]
+    for name, state in steps["state"].items():
+        if any(isinstance(one, str) for one in tree_leaves(state)):
+            raise InputError(f"the optimizer's state of {name} has text, which torch cannot load", fix="a number instead")
+    return steps
+
+
+def refuse_lbfgs(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise InputError for LBFGS, whose state has no parts."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise InputError(
             "the state of LBFGS is not saved in parts: it grows from step to step, and its first one needs a closure",
-            fix="save optimizer.state_dict() of every rank; it is loaded on as many ranks",
+            fix="another optimizer, or save optimizer.state_dict() of every rank; it is loaded on as many ranks",
         )
+
+
+@contextmanager
+def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """The optimizers that have not stepped; their state is cleared again on exit. Asked for it, torch creates it by a step of
+    zeros, which would count as one more step. That step may change the weights: load them afterwards.
+
+    Raises InputError for LBFGS, which torch cannot ask.
+    """
+    refuse_lbfgs(optimizers)
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     try:
         yield fresh
@@ -137,6 +160,7 @@ __all__ = [
     "name_groups",
     "save_training_state",
     "state_of",
+    "steps_of",
     "unsaved",
     "unstepped",
 ]

@@ -99,6 +99,38 @@ def test_the_state_of_lbfgs_is_refused(tmp_path: Path) -> None:
             change(parallel, [torch.optim.LBFGS(parallel.parameters())], tmp_path)
 
 
+class Kept(torch.optim.SGD):
+    """Steps with another rate than `lr`, and keeps what it is told to."""
+
+    def __init__(self, parameters: object, **kept: object) -> None:
+        super().__init__(parameters, lr=0.1)  # type: ignore[arg-type]
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+            self.state[parameter].update(self.kept) if self.kept else None
+
+
+def test_saving_and_loading_without_a_state_change_no_weights(tmp_path: Path) -> None:
+    parallel = autopar.parallelize(Net(), DATA[:BATCH], (1,))
+    optimizer = Kept(parallel.parameters())
+    before = {name: tensor.clone() for name, tensor in parallel.state_dict().items()}
+    save_training_state(parallel, [optimizer], tmp_path)
+    torch.testing.assert_close(dict(parallel.state_dict()), before, rtol=0, atol=0)
+    load_training_state(parallel, [optimizer], tmp_path)
+    torch.testing.assert_close(dict(parallel.state_dict()), before, rtol=0, atol=0)
+
+
+def test_text_in_a_state_is_refused(tmp_path: Path) -> None:
+    parallel = autopar.parallelize(Net(), DATA[:BATCH], (1,))
+    optimizer = Kept(parallel.parameters(), phase="warm")
+    optimizer.step()
+    with pytest.raises(InputError, match=r"state of body\.0\.weight has text, which torch cannot load"):
+        save_training_state(parallel, [optimizer], tmp_path)
+
+
 def test_an_epoch_goes_on_after_the_batches_that_it_has() -> None:
     sampler = autopar.parallelize(Net(), DATA[:BATCH], (1,)).sampler(DATA, shuffle=True)
     sampler.set_epoch(1)
