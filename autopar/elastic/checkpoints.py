@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.elastic.storage import CommittingWriter, TrainingReader, begin, discard, packed
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint_files import first_failure, load_checkpoint
+from autopar.runtime.checkpoint_files import first_failure, load_checkpoint, reason_of
 from autopar.runtime.lost_ranks import lost
 
 LOG = logging.getLogger("autopar")
@@ -138,18 +138,20 @@ class Checkpoints:
 
     def _unwritten(self, step: int, error: BaseException) -> CheckpointError:
         """The error for a checkpoint that could not be written; removes its remains."""
-        rank, reason = first_failure(error) if isinstance(error, CheckpointException) else (self._rank, str(error))
+        rank, reason = first_failure(error) if isinstance(error, CheckpointException) else (self._rank, error)
         if self._rank == 0:
             for left in self._entries(UNFINISHED):
                 shutil.rmtree(left, ignore_errors=True)
         whole = max((path.name for path in self._entries(NAME)), key=_step, default="none")
+        differ = isinstance(reason, ValueError)  # torch's, where what ranks would write does not make whole tensors
+        fix = "the same model and optimizer on every rank" if differ else "make room or lower keep="
         free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
         return CheckpointError(
             f"the checkpoint of step {step} was not written",
-            error=f"{reason}, on rank {rank}",
+            error=f"{reason_of(reason)}, on rank {rank}",
             folder=f"{self.folder}, {free / 2**20:,.0f} MiB free",
             whole=whole,
-            fix="make room or lower keep=, and start again: the training goes on from the last whole one",
+            fix=f"{fix}, and start again: the training goes on from the last whole one",
         )
 
 

@@ -21,6 +21,7 @@ from autopar.elastic.checkpoints import Checkpoints
 from autopar.elastic.state import OptimizerOf, SchedulerOf, TrainingState
 from autopar.elastic.stop import EXIT, StopRequest, anywhere
 from autopar.errors import BudgetError, ConstraintError, InputError, MeshError
+from autopar.ir.mesh import Mesh
 from autopar.plan.declaration_file import load_declaration
 from autopar.plan.options import AUTO
 from autopar.runtime.process_environment import world_size
@@ -124,6 +125,7 @@ def _parallel(build: Build, asked: Mapping[str, object], plans: Path) -> Paralle
     model, sample = made
     world = world_size()
     options = {**asked, "mesh": asked["mesh"](world)} if callable(asked["mesh"]) else asked
+    _check_mesh(options["mesh"], world)
     try:
         parallel = parallelize(model, sample, plans=plans, devices=_devices(options), **options)
     except BudgetError as error:
@@ -219,6 +221,13 @@ def _asked(mesh: object, config: Mapping[str, object] | str | Path | None, optio
     says = config is not None and "gradient_accumulation" in load_declaration(config)
     default = {} if says else {"microbatches": AUTO}
     return {"mesh": mesh, "config": config, **default, **options}
+
+
+def _check_mesh(mesh: object, world: int) -> None:
+    """Raise MeshError for a mesh that has another number of devices than there are processes."""
+    if not (mesh is None or isinstance(mesh, str)) and (size := Mesh.of(mesh).devices.size) != world:
+        what = f"mesh= returned a mesh of {size} devices for {world} process{'es' if world > 1 else ''}"
+        raise MeshError(what, fix=f"return a mesh for {world}, too, or start as many processes as it has a mesh for")
 
 
 def _check_counts(**counts: object) -> None:

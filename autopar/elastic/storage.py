@@ -79,6 +79,10 @@ def packed(rest: Mapping[str, Any]) -> bytes:
 class TrainingReader(CheckpointReader):
     """Reads a checkpoint of `CommittingWriter`. Raises CheckpointError for a damaged one."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.instead = f"remove {folder}: the training goes on from the checkpoint before"
+
     def rest(self) -> Mapping[str, Any]:
         """The part of the state that was saved whole."""
         try:
@@ -100,8 +104,8 @@ class TrainingReader(CheckpointReader):
         said = str(error).partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch advises to execute what the file says
             said = "it has what no checkpoint has"
-        fix = f"remove {self.folder}: the training goes on from the checkpoint before"
-        return CheckpointError(f"the checkpoint {self.folder.name} is damaged", error=said, folder=self.folder, fix=fix)
+        what = f"the checkpoint {self.folder.name} is damaged"
+        return CheckpointError(what, error=said, folder=self.folder, fix=self.instead)
 
 
 def begin(tensors: dict[str, torch.Tensor], writer: CommittingWriter, group: dist.ProcessGroup | None) -> Future[Metadata]:

@@ -59,6 +59,7 @@ class CheckpointReader(FileSystemReader):
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
         self.folder = Path(folder)
+        self.instead = "an undamaged one, of this model and these optimizers"  # of one whose parts cannot be read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index: what the checkpoint contains, and where."""
@@ -178,7 +179,7 @@ def save_checkpoint(state: dict[str, Any], folder: Path) -> None:
         rank, reason = first_failure(error)
         raise CheckpointError(
             f"the checkpoint {folder.name} was not written",
-            error=f"{reason}, on rank {rank}",
+            error=f"{reason_of(reason)}, on rank {rank}",
             folder=folder,
             whole="the one that was there before" if (folder / METADATA).exists() else "none",
             fix="make room, or another folder",
@@ -206,8 +207,7 @@ def load_checkpoint(
     except CheckpointException as error:
         _, reason = first_failure(error)
         what = f"the checkpoint {reader.folder.name} cannot be read"
-        fix = "an undamaged one, of this model and these optimizers"
-        raise CheckpointError(what, error=reason, folder=reader.folder, fix=fix) from error
+        raise CheckpointError(what, error=reason_of(reason), folder=reader.folder, fix=reader.instead) from error
     except RuntimeError as error:
         raise lost(error, f"the checkpoint {reader.folder.name}") from error
 
@@ -220,17 +220,21 @@ def without_single_process_warning() -> Iterator[None]:
         yield
 
 
-def first_failure(error: CheckpointException) -> tuple[int, str]:
-    """The rank of the first failure, and what failed there: an error of the operating system if there is one.
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The rank of the first failure, and its error: one of the operating system if there is one.
 
     An error raised while torch closes a file hides, in its context, why the file could not be written.
     """
     failed = sorted((rank, failure[0]) for rank, failure in error.failures.items())
     pairs = [(rank, one) for rank, reason in failed for one in _chain(reason)]
-    rank, reason = next(((r, e) for r, e in pairs if isinstance(e, OSError)), pairs[0])
-    if isinstance(reason, OSError) and reason.errno:
-        return rank, os.strerror(reason.errno)
-    return rank, str(reason).partition("\n")[0] or type(reason).__name__
+    return next(((rank, one) for rank, one in pairs if isinstance(one, OSError)), pairs[0])
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in a line."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -245,6 +249,7 @@ __all__ = [
     "ReplacingWriter",
     "first_failure",
     "load_checkpoint",
+    "reason_of",
     "save_checkpoint",
     "sync",
     "without_single_process_warning",

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar import elastic
-from autopar.errors import InputError
+from autopar.errors import CheckpointError, InputError
 from autopar.runtime.workers import WorkerPool
 from tests.support.elastic_training import Model, build
 
@@ -146,3 +147,17 @@ def test_a_rank_without_a_group_of_the_optimizer_resumes(pool: WorkerPool, tmp_p
     whole, _ = plain_losses(by_layer, 4)
     for found in pool.run(f"{__name__}:staged", (tmp_path, empty), ranks=2):
         assert found == pytest.approx(whole, rel=1e-5)
+
+
+def of_others(folder: Path) -> str:
+    """What a run says whose ranks have different optimizers."""
+    momentum = 0.9 * dist.get_rank()
+    optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)  # noqa: E731
+    with pytest.raises(CheckpointError, match="the checkpoint of step 2 was not written") as raised:
+        losses(folder, 4, optimizer, strategy="fsdp", device="h100")
+    return raised.value.details["fix"]
+
+
+def test_ranks_with_different_optimizers_are_not_told_to_make_room(pool: WorkerPool, tmp_path: Path) -> None:
+    for said in pool.run(f"{__name__}:of_others", tmp_path, ranks=2):
+        assert said.startswith("the same model and optimizer on every rank, and start again")

@@ -62,6 +62,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[AutoparError], str]] = {
     "steps": ({"steps": 0}, InputError, "steps=0 is not a number of steps"),
     "every": ({"every": True}, InputError, "every=True is not a number of steps"),
     "mesh": ({"mesh": (8,)}, MeshError, "mesh=(8,) is of a fixed size, and the number of ranks is not"),
+    "mesh of others": ({"mesh": lambda n: (2,)}, MeshError, "mesh= returned a mesh of 2 devices for 1 process"),
     "plan": ({"plan": None}, ConstraintError, "plan= is not an option of an elastic run, which plans anew"),
     "memory": ({"budget": 2000}, BudgetError, "on 1 process: no plan fits"),
 }
@@ -121,6 +122,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_taken(tmp_path:
     assert "weights_only" not in str(raised.value), "which torch advises to switch off"
     shutil.rmtree(tmp_path / "step-00000002")
     assert trained(tmp_path, steps=4).step == 4
+
+
+def test_bytes_that_were_flipped_are_a_reason_to_take_the_checkpoint_before(tmp_path: Path) -> None:
+    trained(tmp_path, every=1)
+    for part in (tmp_path / "step-00000002").glob("*.distcp"):
+        part.write_bytes(bytes(255 - byte for byte in part.read_bytes()))
+    with pytest.raises(CheckpointError, match="step-00000002 cannot be read") as raised:
+        trained(tmp_path, steps=4)
+    assert raised.value.details["fix"].startswith(f"remove {tmp_path / 'step-00000002'}: the training goes on")
 
 
 def test_a_random_state_that_no_library_takes_is_a_damaged_checkpoint(tmp_path: Path) -> None:
