@@ -84,17 +84,24 @@ def refuse_lbfgs(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 @contextmanager
 def unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
     """The optimizers that have not stepped; their state is cleared again on exit. Asked for it, torch creates it by a step of
-    zeros, which would count as one more step. That step may change the weights: load them afterwards.
+    zeros, which would count as one more step. That step may change the weights: load them afterwards. Gradients are set aside:
+    where there are any, torch creates no state, and there would be nothing to load into.
 
     Raises InputError for LBFGS, which torch cannot ask.
     """
     refuse_lbfgs(optimizers)
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    parameters = [one for optimizer in fresh for group in optimizer.param_groups for one in group["params"]]
+    gradients = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
     try:
         yield fresh
     finally:
         for optimizer in fresh:
             optimizer.state.clear()
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient
 
 
 def unsaved(steps: Mapping[str, Any], saved: Collection[str], place: str) -> list[str]:

@@ -123,6 +123,24 @@ def test_saving_and_loading_without_a_state_change_no_weights(tmp_path: Path) ->
     torch.testing.assert_close(dict(parallel.state_dict()), before, rtol=0, atol=0)
 
 
+def test_a_state_is_loaded_where_gradients_are(tmp_path: Path) -> None:
+    states = []
+    for load in (False, True):
+        parallel = autopar.parallelize(Net(), DATA[:BATCH], (1,))
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        parallel(*DATA[:BATCH]).backward()
+        gradients = [parameter.grad for parameter in parallel.parameters()]
+        if load:
+            load_training_state(parallel, [optimizer], tmp_path)
+            assert all(one.grad is gradient for one, gradient in zip(parallel.parameters(), gradients, strict=True))
+        else:
+            optimizer.step()
+            save_training_state(parallel, [optimizer], tmp_path)
+        states.append(optimizer.state_dict()["state"])
+    assert states[0]
+    torch.testing.assert_close(states[1], states[0])
+
+
 def test_text_in_a_state_is_refused(tmp_path: Path) -> None:
     parallel = autopar.parallelize(Net(), DATA[:BATCH], (1,))
     optimizer = Kept(parallel.parameters(), phase="warm")
