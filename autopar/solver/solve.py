@@ -206,20 +206,23 @@ class Solver:
         at_once = self._at_once(memory, cutoff) if self._base is None else None
         if at_once is not None:
             return at_once
-        by_prices = self._by_prices(memory, cutoff)
-        if by_prices is not None:
-            return by_prices
+        priced = self._by_prices(memory, cutoff)
+        if priced is not None and (priced.complete or priced.solution is None):
+            return priced
         if self._base is None:
             self._base = self._everything(cutoff)
             if self._base.relaxed.result is None:
                 return Outcome(solution=None, bound=self._base.bound)
-        found = Outcome(solution=None, bound=self._base.bound)
+        found = priced or Outcome(solution=None, bound=self._base.bound)
         enough = 0.0 if self._weighed is None else self.settings.dive_gap
         try:
             found = self._near(self._base, memory, cutoff)
-            if found.solution is None and not found.complete and not self._far and self._columns >= self.settings.far_columns:
+            far = found.solution is None and not found.complete and self._weighed is None
+            if far and self._columns >= self.settings.far_columns:
                 self._far, self._base = True, None
                 return self._within_rows(memory, cutoff, everywhere=everywhere)
+            if priced is not None and priced.seconds < found.seconds:  # a proof takes minutes in a large problem
+                found = replace(priced, bound=max(priced.bound, found.bound), complete=self._large)
             if found.seconds > self._base.holds and not found.complete:
                 self._base = self._everything(cutoff)
                 if self._base.relaxed.result is None:
@@ -241,8 +244,8 @@ class Solver:
         return replace(found, solution=None if best is None or best.seconds >= cutoff else best)
 
     def _by_prices(self, memory: LazyRows, cutoff: float) -> Outcome | None:
-        """A solution of a large problem, of what few prices of memory use, with their bound; None if it is far from that, or
-        none is found."""
+        """A solution of a large problem, of what few prices of memory use, with their bound; it is complete if it is near that.
+        None if none is found."""
         weighed = self._weigh()
         if weighed is None:
             return None
@@ -254,11 +257,12 @@ class Solver:
             found = search_rows(priced.search, memory, cutoff)
         except TimeLimitError as error:
             raise TimeLimitError(settings.deadline, bound) from error
-        if found.solution is None or found.seconds > (1 + settings.window_gap) * bound:
+        far = found.seconds > (1 + settings.window_gap) * bound
+        if found.solution is None or (far and cutoff < math.inf):
             return None if cutoff == math.inf else Outcome(solution=None, bound=bound)
         settings.deadline.note_solution()
         best = priced.search.window.expand(found.solution)
-        return Outcome(solution=best if best.seconds < cutoff else None, bound=bound, complete=True)
+        return Outcome(solution=best if best.seconds < cutoff else None, bound=bound, complete=not far)
 
     def _at_once(self, memory: LazyRows, cutoff: float) -> Outcome | None:
         """The cheapest solution of a problem of many columns, in one window of the bound by messages, wide enough for what rows
