@@ -78,13 +78,8 @@ class TrainingState:
 
     def load_rest(self, rest: Mapping[str, Any], steps: OptimizerGroup) -> None:
         """Restore the rest. The tensors of the model, and of the optimizer in `steps`, are loaded in place."""
-        state: dict[str, Any] = {}
-        loaded = [(path, one) for path, one in leaves(steps["state"]) if isinstance(one, torch.Tensor)]
-        for path, one in (*loaded, *rest["optimizer"]["state"].items()):
-            place = state
-            for key in path[:-1]:
-                place = place.setdefault(key, {})
-            place[path[-1]] = one
+        loaded = {path: one for path, one in leaves(steps["state"]) if isinstance(one, torch.Tensor)}
+        state = nested(loaded | rest["optimizer"]["state"])
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         given = state_of(self.optimizer, names, {**rest["optimizer"], "state": state})
         for group, own in zip(given["param_groups"], self.optimizer.param_groups, strict=True):
@@ -127,17 +122,32 @@ def settings(group: OptimizerGroup) -> OptimizerGroup:
     return {key: one.cpu() if isinstance(one, torch.Tensor) else one for key, one in kept.items()}
 
 
-def leaves(nested: Mapping[Any, Any], *path: object) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves(held: Mapping[Any, Any], *path: object) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """What dicts in dicts hold, with the keys that lead there.
 
     >>> [*leaves({"a.weight": {"step": 1, "of": {0: 2}}})]
     [(('a.weight', 'step'), 1), (('a.weight', 'of', 0), 2)]
     """
-    for key, one in nested.items():
+    for key, one in held.items():
         if isinstance(one, dict):
             yield from leaves(one, *path, key)
         else:
             yield (*path, key), one
+
+
+def nested(found: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """The dicts in dicts of which `leaves` finds this.
+
+    >>> nested({("a.weight", "step"): 1, ("a.weight", "of", 0): 2})
+    {'a.weight': {'step': 1, 'of': {0: 2}}}
+    """
+    whole: dict[Any, Any] = {}
+    for path, one in found.items():
+        place = whole
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = one
+    return whole
 
 
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
