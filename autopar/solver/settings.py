@@ -138,7 +138,7 @@ class SearchSettings:
     far_columns: int = 20_000
     """The same where rows bind and no narrow window has a solution. Llama of 12 layers on (2, 4), 46,144, within 0.4 of its
     free peak: 19 CPU seconds, and 132 with the rows of regions, for the same plan. BERT-base there, 19,406, within 0.3 of it:
-    46 and 92, but a plan 3.6% slower (budgets)."""
+    46 and 92, but a plan 3.6% slower. All on A100."""
 
     # rows of memory as prices
 

@@ -22,8 +22,8 @@ could be better (`_proven`): 0.2 CPU seconds for GPT-2 on (2, 2, 2) of A100, 11 
 prices instead (`link_weights`). Where rows bind (`_within_rows`),
 nobody knows what a solution will cost: the whole is relaxed, and narrow windows are searched until one holds a solution
 (`_near`). Where that would be three large relaxations, a wide window is relaxed once, with rows (`_at_once`); in a large
-problem, and where narrow windows of a smaller one hold nothing (`_far`), rows are prices, too, and what few of these use is
-searched (`_by_prices`). `search.search_rows` is rows to reroute in one of them.
+problem, and where narrow windows of a smaller one hold nothing (`far_columns`), rows are prices, too, and what few of these
+use is searched (`_by_prices`). `search.search_rows` is rows to reroute in one of them.
 The answer is checked, not trusted: its price is summed from its own picks and arcs (`problem.price`). No step reads a
 clock, unless the user sets a deadline: then the best solution so far is the answer, with the bound that is known.
 """
@@ -78,7 +78,6 @@ class Solver:
         self._base: Core | None = None  # where rows bind
         self._bounded: tuple[Search, float] | None = None  # a wide window with the rows that bind, and its bound
         self._weighed: Weighed | None = None  # where regions are prices there
-        self._far = False  # whether rows bind, and narrow windows have no solution
         self._series = False  # whether a limit was searched before
 
     def solve(
@@ -203,7 +202,7 @@ class Solver:
 
     def _within_rows(self, memory: LazyRows, cutoff: float, *, everywhere: bool) -> Outcome:
         """The cheapest solution if rows bind: the first core tells nothing about more expensive solutions."""
-        at_once = self._at_once(memory, cutoff) if self._base is None else None
+        at_once = self._at_once(memory, cutoff) if self._base is None and self._weighed is None else None
         if at_once is not None:
             return at_once
         priced = self._by_prices(memory, cutoff)
@@ -219,7 +218,7 @@ class Solver:
             found = self._near(self._base, memory, cutoff)
             far = found.solution is None and not found.complete and self._weighed is None
             if far and self._columns >= self.settings.far_columns:
-                self._far, self._base = True, None
+                self._weighed, self._base = best_weights(self._presolved.problem, self.settings, self._core), None
                 return self._within_rows(memory, cutoff, everywhere=everywhere)
             if priced is not None and priced.seconds < found.seconds:  # a proof takes minutes in a large problem
                 found = replace(priced, bound=max(priced.bound, found.bound), complete=self._large)
@@ -291,9 +290,9 @@ class Solver:
         return whole(self._presolved.problem if weighed is None else weighed.problem, self.settings, cutoff)
 
     def _weigh(self) -> Weighed | None:
-        """A large problem with its regions, if it has some, as prices, for with their long rows it takes minutes; None if it is
-        not one."""
-        if self._weighed is None and (self._large or self._far):
+        """A large problem, or one whose narrow windows held nothing, with its regions, if it has some, as prices, for with
+        their long rows it takes minutes; None if it is neither."""
+        if self._weighed is None and self._large:
             self._weighed = best_weights(self._presolved.problem, self.settings, self._core)
         return self._weighed
 

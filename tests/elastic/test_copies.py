@@ -22,16 +22,14 @@ from autopar.runtime.workers import WorkerPool
 TRAINED = threading.Event()  # before that, no writer writes
 
 
-class Late(CommittingWriter):
-    def write_data(self, *args: Any) -> Any:
-        TRAINED.wait(60)
-        return super().write_data(*args)
-
-
 class LateFiles(FileSystemWriter):
     def write_data(self, *args: Any) -> Any:
         TRAINED.wait(60)
         return super().write_data(*args)
+
+
+class Late(CommittingWriter, LateFiles):
+    """The writer of elastic runs, as late."""
 
 
 class Scaled(nn.Module):
