@@ -124,12 +124,13 @@ class GraphModule(_StoredModule, fx.GraphModule):
         return super().apply(fn)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A module with its own copies of parameters in the same processes; fx would copy only what the graph refers to."""
+        """A module with its own copies of parameters in the same processes; fx would copy only what the graph refers to.
+
+        Gradients are not copied, as in any other module: copies of DTensors would have them.
+        """
         copied: Self = type(self).__new__(type(self))
         memo[id(self)] = copied
-        # torch copies no DTensor whose local part begins inside its storage, as a gradient within its bucket does
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        memo.update({id(grad): grad.detach().clone() for grad in grads})
+        memo.update({id(parameter.grad): None for parameter in self.parameters() if parameter.grad is not None})
         return copied._holding(copy.deepcopy(self.__dict__, memo))
 
     def __copy__(self) -> Self:

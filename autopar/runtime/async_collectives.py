@@ -50,12 +50,20 @@ def reduce_scatter_start(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def issue(collective: str, axis: Axis, operator: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-    """Call an operator of `_c10d_functional` on an axis; under a profiler in a range that names both."""
+    """Call an operator of `_c10d_functional` on an axis; under a profiler in a range that names both.
+
+    Raises RankError if the process group was destroyed.
+    """
     before_message()
-    if not profiling():
-        return operator(*arguments, axis.group)
-    with named_range(f"{collective} over {axis.name}"):
-        return operator(*arguments, axis.group)
+    try:
+        if not profiling():
+            return operator(*arguments, axis.group)
+        with named_range(f"{collective} over {axis.name}"):
+            return operator(*arguments, axis.group)
+    except RuntimeError as error:
+        if torch.distributed.is_initialized():
+            raise
+        raise lost(error, f"{collective} over axis {axis.name}") from error
 
 
 def wait(issued: torch.Tensor, collective: str, axis: Axis) -> torch.Tensor:

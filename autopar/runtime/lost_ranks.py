@@ -53,7 +53,8 @@ def lost(error: RuntimeError, where: str) -> RankError:
     """
     reason = str(error).partition("\n")[0][:200]
     if not dist.is_initialized():
-        return RankError(f"{where} failed", reason=reason)
+        what = f"{where} failed: the process group of this process was destroyed"
+        return RankError(what, reason=reason, fix="call destroy_process_group() when no parallel module is used any more")
     rank = dist.get_rank()
     try:
         found = _agreed_dead(_get_default_store(), rank)

@@ -26,6 +26,7 @@ PLACES = {  # after how many collectives of its second step
     "in_the_forward": (1, "all_gather over axis (dp|tp|dp_tp)"),
     "in_the_backward": (3, "(all_gather|the reduction of gradients) over axis (dp|tp|dp_tp)"),
 }
+DESTROYED = "after_the_process_group"  # which every rank destroys between the steps
 
 
 class Dying(TorchDispatchMode):
@@ -65,9 +66,12 @@ def rank_runs(rank: int, place: str, folder: Path) -> None:
         parallel(x).sum().backward()
         dist.barrier()
         started = time.monotonic()
-        if rank == DIES and not PLACES[place][0]:
+        collectives = PLACES[place][0] if rank == DIES and place in PLACES else 1000
+        if place == DESTROYED:
+            dist.destroy_process_group()
+        elif not collectives:
             os.kill(os.getpid(), signal.SIGKILL)
-        with Dying(PLACES[place][0] if rank == DIES else 1000):
+        with Dying(collectives):
             parallel(x).sum().backward()
     except RankError as error:
         (folder / f"{rank}").write_text(f"{time.monotonic() - started}\n{error}")
@@ -77,7 +81,7 @@ def ranks_run(folder: Path) -> None:
     """Fork the ranks of one place after the other, and wait for them."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for place in PLACES:
+    for place in (*PLACES, DESTROYED):
         (folder / place).mkdir()
         children = []
         for rank in range(4):
@@ -105,3 +109,9 @@ def test_the_ranks_that_are_left_say_which_one_died_and_where_they_waited(place:
         seconds, text = (folder / place / f"{rank}").read_text().split("\n", 1)
         assert float(seconds) < 60, "on however busy a machine"
         assert re.match(f"rank {DIES} died: rank {rank} waited in {PLACES[place][1]}\n", text), text
+
+
+def test_a_call_without_its_process_group_says_so(folder: Path) -> None:
+    for rank in range(4):
+        text = (folder / DESTROYED / f"{rank}").read_text().split("\n", 1)[1]
+        assert re.match(r"all_gather over axis \w+ failed: the process group of this process was destroyed\n", text), text
