@@ -217,12 +217,16 @@ class _Charges:
         return self._available[w]
 
     def rerun(self, o: int) -> Floats | None:
-        """The fewest seconds to rerun all members of a choice, by candidate, including the inputs that only the rerun needs."""
+        """The fewest seconds to rerun all members of a choice, by candidate, including the inputs that only the rerun needs.
+
+        Where the rerun of a member needs other members, as of slices written one after the other, these cost what is known so
+        far, which is no more than they cost.
+        """
         choice = self.problem.choices[o]
         if choice.recompute is None:
             return None
         if o not in self._rerun:
-            total = choice.recompute.copy()
+            self._rerun[o] = total = choice.recompute.copy()
             for row, price in self._rows:
                 if o in row.recompute:
                     total += price * np.maximum(row.recompute[o], 0.0)
@@ -231,7 +235,6 @@ class _Charges:
                 readers = {end for held in self.held[w] for end in held.term.rerun_by}
                 made = self.available(w)[np.unique(edge.produced)].min(axis=0)
                 total += made[edge.consumers[end].wants] / len(readers)
-            self._rerun[o] = total
         return self._rerun[o]
 
     def _conversions(self, w: int) -> Floats:

@@ -37,6 +37,7 @@ MODELS: dict[str, Model] = {
     "layers": partial(planning.layers, 4096, 1024, 4096, 1024, 512),
     "llama": partial(planning.llama, 16, 128, 512),
     "gpt2": partial(planning.gpt2, 16, 128, 256),
+    "canvas": partial(planning.canvas, 64, 8, 16),
 }
 MESHES = {"8": mesh((8,), link(100)), "2x4": mesh((2, 4), NETWORK, NVLINK)}
 ADAMW = optimizers.optimizer("adamw")
@@ -120,7 +121,7 @@ def test_the_walk_never_exceeds_the_budget(model: str, share: float) -> None:
     assert found.seconds == pytest.approx(price(made.problem, found.picks, found.arcs, found.recompute))
 
 
-@pytest.mark.parametrize("model", ["layers", pytest.param("gpt2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("model", ["layers", "canvas", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_no_peak_is_below_the_least_bytes_of_any_moment(model: str) -> None:
     made, memory_model = formulated(model, "2x4")
     rows = [memory_model.row(moment, 1.0) for moment in range(2 * memory_model.liveness.count + 1)]
@@ -138,7 +139,7 @@ def test_where_every_solution_has_too_much_at_some_moment_no_window_is_searched(
     assert within(made, memory_model, int(0.9 * max(least_bytes(made.problem, rows)))) is None
 
 
-@pytest.mark.parametrize("model", ["layers", pytest.param("gpt2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("model", ["layers", "canvas", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_the_smallest_budget_that_is_reported_works_and_one_percent_less_does_not(model: str) -> None:
     captured, on = MODELS[model](), MESHES["8"]
     budget = planning.smallest(captured, on)

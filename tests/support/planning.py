@@ -48,6 +48,28 @@ def layers(batch: int, *widths: int, dtype: torch.dtype = torch.bfloat16) -> Cap
         return read_program(Layers(widths).to(dtype), torch.zeros(batch, widths[0], dtype=dtype))
 
 
+class Canvas(nn.Module):
+    """Slices of a buffer that are written one after the other, as in a loop over time: each write reads the one before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        canvas = torch.zeros_like(hidden)
+        for time in range(hidden.shape[1]):
+            canvas[:, time] = torch.tanh(hidden[:, time])
+        return self.last(canvas.sin()).square().sum()  # type: ignore[no-any-return]
+
+
+@functools.cache
+def canvas(batch: int, length: int, width: int) -> Captured:
+    """Captured `Canvas`."""
+    with torch.device("meta"):
+        return read_program(Canvas(width), torch.zeros(batch, length, width))
+
+
 @functools.cache
 def gpt2(batch: int, length: int, width: int, depth: int = 2, vocabulary: int = 256, masked: bool = False) -> Captured:
     """GPT-2 with its fused attention projection; heads of 64."""
