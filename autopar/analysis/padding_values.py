@@ -1,7 +1,7 @@
 """What the padding of a value contains, propagated by the `padding` of operators' rows (`autopar.operators.padding`).
 
 An operator whose row says nothing does not support padding. If the padded factor is in no result, the op must sum it away or
-never read it, like an embedding whose indices stay below the padded rows.
+never read it, as an embedding does not: indices of its padded rows are out of range (`autopar.passes.padding`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.ir.program import Op
 from autopar.operators import OpSharding, row_of
-from autopar.operators.padding import LOWEST, NUMBERED, SOME, ZERO, Padded, PaddingValue
+from autopar.operators.padding import LOWEST, NUMBERED, SOME, ZERO, Padded, PaddingValue, embedded
 
 LINEAR = "aten.linear.default"  # the operator whose scores can be masked by its bias
 
@@ -37,9 +37,14 @@ def numbered(op: Op) -> bool:
     return row_of(op).padding in NUMBERED
 
 
+def embeds(op: Op) -> bool:
+    """Whether an op looks up rows of a table, its first operand, by indices, its second one."""
+    return row_of(op).padding is embedded
+
+
 def scores(op: Op, inside: Sequence[PaddingValue | None]) -> bool:
     """Whether an op is a linear layer whose output features are padded, so that its results may be masked logits."""
     return op.target == LINEAR and not inside[0] and bool(inside[1])
 
 
-__all__ = ["LOWEST", "SOME", "ZERO", "PaddingValue", "content", "numbered", "scores"]
+__all__ = ["LOWEST", "SOME", "ZERO", "PaddingValue", "content", "embeds", "numbered", "scores"]

@@ -1,7 +1,7 @@
 """Padding: lengthens dims that the mesh does not divide, or that misalign matrix products, without changing results.
 
     parameter wte [101, 8]                         parameter wte [104, 8]      stored as [101, 8]
-    x = embedding(wte, words)             ->       x = embedding(wte, words)
+    x = embedding(wte, words)             ->       x = embedding(wte, where(words < 101, words, -1))
     y = linear(x, wte)                             y = linear(x, wte, [0, ..., 0, -inf, -inf, -inf])
     l = cross_entropy_loss(y, targets)             l = cross_entropy_loss(y, targets)
     output logits = y                              output logits = y           returned as [.., 101]
@@ -25,6 +25,7 @@ import torch
 
 from autopar.analysis.fits import fit_of
 from autopar.analysis.padding_groups import GroupFinder, PaddedDim, PaddingGroup
+from autopar.analysis.padding_values import embeds
 from autopar.errors import LayoutError
 from autopar.ir.builder import Keywords, Rewriter
 from autopar.ir.kernel_rates import ALIGNMENT
@@ -196,7 +197,19 @@ def _grow(op: Op, program: Program, shapes: Mapping[str, Shape], masked: bool, r
     args, kwargs = tuple(map(rewriter.new, args)), tuple((name, rewriter.new(argument)) for name, argument in kwargs)
     if masked:
         args = (*args[:2], _mask(op, args[2] if len(args) > 2 else None, values[0], rewriter))
+    if embeds(op):
+        args = (args[0], _within(op, program, shapes, rewriter), *args[2:])
     rewriter.put(op, op.target, args, kwargs, tuple(values) if several else values[0])
+
+
+def _within(op: Op, program: Program, shapes: Mapping[str, Shape], rewriter: Rewriter) -> Argument:
+    """The indices of an embedding: -1 for those of its table's padding, which it refuses as the original one refuses them."""
+    table, ids = op.operands[0], rewriter.new(op.args[1])
+    true = program.values[table].shape[0]
+    if shapes.get(table, (true,))[0] == true:
+        return ids
+    below = _beside(op, "lt", (ids, true), rewriter, form="Scalar")
+    return _beside(op, "where", (below, ids, -1), rewriter, form="ScalarOther")
 
 
 def _mask(op: Op, bias: Argument, scores: Kind, rewriter: Rewriter) -> Ref:
