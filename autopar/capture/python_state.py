@@ -173,6 +173,16 @@ def _counts(part: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class _Captured:
+    """A module at capture, by its path; it is not kept alive."""
+
+    module: weakref.ref[nn.Module]
+    path: str
+    kind: type[nn.Module]
+    settings: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The numbers, strings and functions in attributes of modules at capture; does not keep the modules alive.
 
@@ -180,7 +190,7 @@ class Settings:
     outside the model, each with its version counter.
     """
 
-    modules: tuple[tuple[weakref.ref[nn.Module], str, Mapping[str, object]], ...]
+    modules: tuple[_Captured, ...]
     training: Mapping[str, bool] = field(default_factory=dict)
     constants: tuple[tuple[torch.Tensor, int], ...] = ()
 
@@ -190,14 +200,16 @@ class Settings:
         set by forward."""
         named = [*model.named_modules()]
         return Settings(
-            tuple((weakref.ref(module), path, dict(_settings(module, path, kept))) for path, module in named),
+            tuple(_Captured(weakref.ref(one), path, type(one), dict(_settings(one, path, kept))) for path, one in named),
             {path: module.training for path, module in named},
             tuple((one, one._version) for one in constants if not one.is_inference()),
         )
 
-    def check(self, parallel: nn.Module) -> None:
+    def check(self, parallel: nn.Module, stands_in: type[nn.Module]) -> None:
         """Raise InputError for anything that changed since capture: a setting of the captured model or the parallel one, a
-        module of the captured model that was replaced, a constant that was written, or a submodule with a mode of its own.
+        module of either that was replaced, a constant that was written, or a submodule with a mode of its own.
+
+        Modules of the class `stands_in` hold the tensors of captured ones; others in their place must be of the same class.
         """
         self._check_modes(parallel)
         if any(one._version != version for one, version in self.constants):
@@ -205,25 +217,19 @@ class Settings:
                 "a tensor that is not in a module was written after the model was captured, which has no effect",
                 fix="register it as a buffer, or make it an argument of forward",
             )
-        whole = next((own() for own, path, _ in self.modules if not path), None)
-        for own, path, known in self.modules:
-            if whole is not None and _at(whole, path) is not own():
+        whole = next((captured.module() for captured in self.modules if not captured.path), None)
+        for captured in self.modules:
+            own, held = captured.module(), _at(parallel, captured.path)
+            if (whole is not None and _at(whole, captured.path) is not own) or (
+                held is not None and held is not parallel and not isinstance(held, (stands_in, captured.kind))
+            ):
                 raise InputError(
-                    f"{path} was replaced after the model was captured, which has no effect",
+                    f"{captured.path} was replaced after the model was captured, which has no effect",
                     fix="replace it, or add adapters, before; or parallelize again, over= the first for the same weights",
                 )
-            for module in (own(), _at(parallel, path)):
-                held = vars(module) if module is not None else {}
-                for name, value in known.items():
-                    now = held.get(name, value)
-                    if now is not value and _set(now, value):
-                        raise InputError(
-                            f"{path}.{name}".strip(".") + " was set after the model was captured, which has no effect",
-                            captured=repr(value),
-                            now=repr(now),
-                            fix="set it before, and parallelize again, over= the first for the same weights; or make it an "
-                            "argument of forward, as a tensor",
-                        )
+            for module in (own, held):
+                if module is not None:
+                    _check_settings(module, captured)
 
     def _check_modes(self, parallel: nn.Module) -> None:
         """Raise InputError for a submodule that has neither the mode of the whole nor the one in which it was captured."""
@@ -235,6 +241,20 @@ class Settings:
                     f"{path} alone was put into {mode} mode, which has no effect on a parallel module",
                     fix=f"call {path}.{call} before the model is made parallel, or train() or eval() of the whole",
                 )
+
+
+def _check_settings(module: nn.Module, captured: _Captured) -> None:
+    """Raise InputError for a setting of a module that is not what it was."""
+    for name, value in captured.settings.items():
+        now = vars(module).get(name, value)
+        if now is not value and _set(now, value):
+            raise InputError(
+                f"{captured.path}.{name}".strip(".") + " was set after the model was captured, which has no effect",
+                captured=repr(value),
+                now=repr(now),
+                fix="set it before, and parallelize again, over= the first for the same weights; or make it an "
+                "argument of forward, as a tensor",
+            )
 
 
 def _settings(module: nn.Module, path: str, kept: Set[str]) -> Iterator[tuple[str, object]]:

@@ -50,17 +50,35 @@ class _StoredModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; refuses parameters that are stored whole in the place of split ones."""
-        if isinstance(value, nn.Parameter | nn.Module):
-            before = _parameters_of(self._modules.get(name) or self._parameters.get(name), name)
-            for path, parameter in _parameters_of(value, name).items():
-                if in_parts(before.get(path)) and not in_parts(parameter):
-                    raise InputError(
-                        f"{path} cannot be replaced by a whole tensor: every rank stores the part that the plan gives it",
-                        fix=f'load_state_dict({{"{path}": tensor}}, strict=False) for other values; another layer belongs into '
-                        "the model before parallelize",
-                    )
+        """Set an attribute; refuses None, and parameters that are stored whole in the place of split ones."""
+        if value is None or isinstance(value, nn.Parameter | nn.Module):
+            self._check_place(name, value)
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add or replace a parameter; refuses what `__setattr__` refuses."""
+        self._check_place(name, param)
+        super().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add or replace a submodule; refuses what `__setattr__` refuses."""
+        self._check_place(name, module)
+        super().add_module(name, module)
+
+    def _check_place(self, name: str, value: nn.Parameter | nn.Module | None) -> None:
+        """Raise InputError if the emitted code has no use for a value in the place of what has this name."""
+        held = self._modules.get(name) or self._parameters.get(name)
+        if value is None and (held is not None or self._buffers.get(name) is not None):
+            what, fix = f"{name} cannot be removed: the emitted code reads it", "remove it before parallelize"
+            raise InputError(what, fix=fix)
+        before = _parameters_of(held, name)
+        for path, parameter in _parameters_of(value, name).items():
+            if in_parts(before.get(path)) and not in_parts(parameter):
+                raise InputError(
+                    f"{path} cannot be replaced by a whole tensor: every rank stores the part that the plan gives it",
+                    fix=f'load_state_dict({{"{path}": tensor}}, strict=False) for other values; another layer belongs into '
+                    "the model before parallelize",
+                )
 
 
 def _parameters_of(value: nn.Parameter | nn.Module | None, name: str) -> dict[str, nn.Parameter]:
@@ -72,6 +90,13 @@ def _parameters_of(value: nn.Parameter | nn.Module | None, name: str) -> dict[st
 
 class Submodule(_StoredModule):
     """A submodule that holds its namesake's tensors, but has no code: that is in the graph of the whole."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuses a `forward`, which nothing would call."""
+        if name == "forward":
+            what = "the forward of a submodule was set on a parallel module, which has no effect: only the whole was planned"
+            raise InputError(what, fix="set it on the model before parallelize")
+        super().__setattr__(name, value)
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError(

@@ -27,6 +27,7 @@ from autopar.codegen.compiled import (
     uses,
     with_own_code,
 )
+from autopar.codegen.graph_module import Submodule
 from autopar.codegen.module_state import ModuleState
 from autopar.codegen.program_module import ProgramModule, run_program
 from autopar.codegen.variants import combinations
@@ -311,7 +312,7 @@ class ParallelModule(ProgramModule):
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The inputs of a call, in the program's order."""
-        self.autopar.settings.check(self)
+        self.autopar.settings.check(self, Submodule)
         if self.autopar.stepped:
             self.autopar.stepped.check_call()
         if self.autopar.decided.values:

@@ -329,6 +329,17 @@ def test_a_forward_that_asks_whether_gradients_are_computed_is_warned_of() -> No
     capture(nn.MultiheadAttention(6, 2), (X, X, X))
 
 
+class Activated(nn.Module):
+    """A layer without parameters behind one with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(6, 6), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x)).sum()  # type: ignore[no-any-return]
+
+
 class Warm(nn.Module):
     """A layer whose result depends on an attribute, and that remembers the longest batch."""
 
@@ -427,3 +438,29 @@ def test_an_attribute_that_is_set_after_capture_is_refused_at_the_next_call() ->
     parallel(X)
     del model, layer
     parallel(X)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda parallel: setattr(parallel, "act", nn.ReLU()), "act was replaced after the model was captured"),
+        (lambda parallel: parallel.add_module("act", nn.ReLU()), "act was replaced after the model was captured"),
+        (lambda parallel: setattr(parallel, "layer", nn.Identity()), "layer was replaced after the model was captured"),
+        (lambda parallel: setattr(parallel.layer, "bias", None), "bias cannot be removed"),
+        (lambda parallel: setattr(parallel, "layer", None), "layer cannot be removed"),
+        (lambda parallel: setattr(parallel.layer, "forward", torch.relu), "forward of a submodule was set"),
+    ],
+)
+def test_layers_of_the_parallel_module_that_are_replaced_or_removed_are_refused(
+    change: Callable[[Any], None], said: str
+) -> None:
+    parallel = autopar.parallelize(Activated(), X, mesh=1)
+    parallel.mine, parallel.act = nn.Identity(), nn.GELU()
+    parallel(X)
+
+    def changed() -> None:
+        change(parallel)
+        parallel(X)
+
+    with pytest.raises(InputError, match=said):
+        changed()

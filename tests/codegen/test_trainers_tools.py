@@ -397,6 +397,10 @@ def replaced(strategy: str) -> None:
     ):
         with pytest.raises(InputError, match="weight cannot be replaced by a whole tensor"):
             setattr(owner, name, new)
+    with pytest.raises(InputError, match="weight cannot be replaced by a whole tensor"):
+        parallel.body.register_module("0", nn.Linear(8, 16))
+    with pytest.raises(InputError, match="weight cannot be replaced by a whole tensor"):
+        getattr(parallel.body, "0").register_parameter("weight", nn.Parameter(torch.ones(16, 8)))
     loss = parallel(X)
     parallel.load_state_dict({"body.0.weight": torch.ones(16, 8)}, strict=False)  # as the message says
     assert torch.equal(full_tensor(parallel.get_parameter("body.0.weight")), torch.ones(16, 8))
