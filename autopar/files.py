@@ -32,17 +32,18 @@ def write(path: str | Path, text: str) -> None:
 
     The text goes to a temporary file in the same folder, which replaces the file once it is on the disk; several processes may
     write one file at the same time. Permissions are those of a plain write: an existing file keeps its own. A symbolic link is
-    followed and kept. Anything but a regular file (a terminal, a pipe) is written directly.
+    followed and kept. Anything but a regular file (a terminal, a pipe) is written directly. Surrogates, which UTF-8 does not
+    have, are escaped.
 
     Raises OSError where a plain write would, and if no file can be created in the folder; the error names the requested path.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
         return
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             if target.exists():
                 with target.open("a"):  # raises what a plain write raises if it may not be written
                     os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))

@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.processes < 1:
         raise UsageError(f"--processes {options.processes} is not a number of processes", fix="1 or more")
-    if not Path(options.save).absolute().parent.is_dir() or Path(options.save).is_dir():
-        raise UsageError(f"cannot write {options.save!r}", fix="a file in a folder that exists")
+    if options.save.endswith(".py") or not Path(options.save).absolute().parent.is_dir() or Path(options.save).is_dir():
+        raise UsageError(f"cannot write {options.save!r}", fix="a file in a folder that exists, not of Python code")
     with progress("building and capturing the models") as tell:
         programs = [read_program(*built(target)).program for target in options.targets]
         if options.disk:

@@ -139,3 +139,8 @@ def test_toml_that_takes_long_or_that_nobody_means_is_refused_at_once(text: str,
 def test_toml_is_what_tomllib_makes_of_it() -> None:
     text = 'a.b = [1, 2.5, "x", true]\n[[c]]\nd = 1979-05-27\n'
     assert files.parse_toml(text) == tomllib.loads(text)
+
+
+def test_surrogates_are_escaped(path: Path) -> None:
+    files.write(path, "layer\ud800")
+    assert path.read_text() == "layer\\ud800"

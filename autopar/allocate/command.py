@@ -34,7 +34,8 @@ from contextlib import redirect_stdout
 
 from autopar.allocate.allocation import ClusterAllocation, allocate
 from autopar.allocate.cluster_file import read
-from autopar.allocate.goals import GOALS
+from autopar.allocate.goals import GOALS, check_goal
+from autopar.explain.cli_arguments import errors_of_usage
 from autopar.explain.exit_code import exit_code
 from autopar.runtime.progress import progress
 
@@ -63,8 +64,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _allocated(path: str, goal: str | None) -> ClusterAllocation:
     found = read(path)
-    cluster = found.cluster
     with redirect_stdout(sys.stderr), progress("building the models") as tell:
-        jobs = [entry.job() for entry in found.jobs]
+        with errors_of_usage():
+            check_goal(goal := found.goal if goal is None else goal)
+            cluster = found.cluster
+            if cluster.device is not None:
+                cluster.hardware()
+            jobs = [entry.job() for entry in found.jobs]
         tell("planning the jobs")
-        return allocate(jobs, cluster, goal=goal or found.goal)
+        return allocate(jobs, cluster, goal=goal)

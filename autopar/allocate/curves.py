@@ -44,9 +44,12 @@ def curve(job: TrainingJob, cluster: Cluster) -> Curve:
     """
     numbers = cluster.numbers(job)
     if not numbers:
-        least = min(job.counts or job.curve or cluster.counts or (1,))
-        what = f"job {job.name!r} needs {least} devices at least, and the cluster has {cluster.devices}"
-        raise AllocationError(what, fix="smaller numbers of devices in its counts or curve, or a larger cluster")
+        raise AllocationError(
+            f"no number of devices that job {job.name!r} may get is at most the {cluster.devices} of the cluster",
+            counts=job.counts or cluster.counts or "",
+            curve=sorted(job.curve or ()) or "",
+            fix="smaller numbers in its counts or curve, or a larger cluster",
+        )
     if job.program is None:
         steps: Sequence[ScalingStep] = cluster.given(job)
     else:
@@ -72,7 +75,7 @@ def _options(job: TrainingJob) -> Options:
 
 def _unfit(job: TrainingJob, steps: Sequence[ScalingStep]) -> AllocationError:
     tried = "; ".join(f"{step.devices} devices: {step.refusal}" for step in steps) or "no number of its counts is in its curve"
-    fix = "a larger cluster, another device, or options that need less memory"
+    fix = "where memory is short: a larger cluster, another device, or options that need less; else other options, or counts"
     return AllocationError(f"job {job.name!r} fits on no number of devices of the cluster", tried=tried, fix=fix)
 
 

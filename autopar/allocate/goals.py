@@ -84,10 +84,15 @@ GOALS: Mapping[str, Goal] = {
 }
 
 
-def goal_of(name: object, jobs: Sequence[TrainingJob], expected: Sequence[Sequence[Prospect]]) -> Goal:
-    """The goal with this name. Raises AllocationError if it does not exist, or the jobs do not support it."""
+def check_goal(name: object) -> None:
+    """Raise AllocationError if there is no goal of this name."""
     if not isinstance(name, str) or name not in GOALS:
         raise AllocationError(f"goal={str(name)[:40]!r} is not known", fix=f"one of {', '.join(GOALS)}")
+
+
+def goal_of(name: str, jobs: Sequence[TrainingJob], expected: Sequence[Sequence[Prospect]]) -> Goal:
+    """The goal with this name. Raises AllocationError if it does not exist, or the jobs do not support it."""
+    check_goal(name)
     if name == "samples":
         for job, every in zip(jobs, expected, strict=True):
             if not all(one.step.samples for one in every if one.step):

@@ -51,6 +51,11 @@ class KnownValues:
         self._sources_of(tensor, frame)()
         return untraced(lambda: func(known))
 
+    def by_sizes(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a traced tensor follow from sizes and constants alone."""
+        node = node_of(tensor)
+        return node is None or all(map(_knowable, _sources(node)))
+
     def true_values(self, mask: torch.Tensor, frame: FrameType) -> int | None:
         """The number of true, or nonzero, values in a traced mask, if known."""
         return self._counted(mask, torch.count_nonzero, frame)

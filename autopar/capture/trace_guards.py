@@ -46,6 +46,7 @@ from autopar.capture import (
     known_lengths,
     known_masks,
     nodes,
+    scalar_indices,
     source_location,
     traced_losses,
 )
@@ -65,6 +66,7 @@ from autopar.capture.literals import as_literal, literal, new_literal, with_lite
 from autopar.capture.python_state import Changes, Generators, changes, plain_values
 from autopar.capture.registered_tensors import RegisteredTensors, StandIns, standing_in
 from autopar.capture.repairs import Repairs
+from autopar.capture.scalar_indices import INDEXING
 from autopar.errors import CaptureError
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -216,7 +218,10 @@ class Guards(TorchFunctionMode):
             what, fix = _REFUSED[func]
             shape = tuple(args[0].shape) if isinstance(args[0], torch.Tensor) else ()
             raise CaptureError(what.format(shape), at=source_location.of_frame(asker), fix=fix)
-        if func in _INDEXING:
+        if func in INDEXING:
+            x, index, *value = args
+            if isinstance(x, torch.Tensor) and (at := scalar_indices.places(x, index, self.known.by_sizes)) is not None:
+                return INDEXING[func](at, *value)
             args = (args[0], self.masks.behind(args[1]), *args[2:])
             args = (*(self.masks.flat(args[0], args[1]) or args[:2]), *args[2:])
         args = (*args[:1], *(self.masks.first_alike(one) for one in args[1:])) if func in _SELECTING else args
@@ -350,7 +355,6 @@ def _from_array(original: Callable[[np.ndarray[Any, Any]], torch.Tensor]) -> Cal
     return from_numpy
 
 
-_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _LOCATING = (torch.where,)
 _SELECTING = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _SETTING_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

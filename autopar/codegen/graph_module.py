@@ -25,7 +25,12 @@ HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keep
 
 
 class _StoredModule(nn.Module):
-    """A module whose tensors are stored as the plan says: nothing takes their place that is stored in another way."""
+    """A module whose tensors are stored as the plan says: nothing takes their place that is stored in another way.
+
+    `prefix` is what names of its tensors begin with in the whole module.
+    """
+
+    prefix = ""
 
     def _apply(self, fn: Change, recurse: bool = True) -> Self:
         """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
@@ -69,10 +74,10 @@ class _StoredModule(nn.Module):
         """Raise InputError if the emitted code has no use for a value in the place of what has this name."""
         held = self._modules.get(name) or self._parameters.get(name)
         if value is None and (held is not None or self._buffers.get(name) is not None):
-            what, fix = f"{name} cannot be removed: the emitted code reads it", "remove it before parallelize"
+            what, fix = f"{self.prefix}{name} cannot be removed: the emitted code reads it", "remove it before parallelize"
             raise InputError(what, fix=fix)
-        before = _parameters_of(held, name)
-        for path, parameter in _parameters_of(value, name).items():
+        before = _parameters_of(held, self.prefix + name)
+        for path, parameter in _parameters_of(value, self.prefix + name).items():
             if in_parts(before.get(path)) and not in_parts(parameter):
                 raise InputError(
                     f"{path} cannot be replaced by a whole tensor: every rank stores the part that the plan gives it",
@@ -90,6 +95,10 @@ def _parameters_of(value: nn.Parameter | nn.Module | None, name: str) -> dict[st
 
 class Submodule(_StoredModule):
     """A submodule that holds its namesake's tensors, but has no code: that is in the graph of the whole."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuses a `forward`, which nothing would call."""
@@ -130,8 +139,8 @@ class GraphModule(_StoredModule, fx.GraphModule):
         """
         root: nn.Module = self
         *path, leaf = name.split(".")
-        for part in path:
-            root = root._modules.setdefault(part, Submodule())  # type: ignore[assignment]
+        for depth, part in enumerate(path, 1):
+            root = root._modules.setdefault(part, Submodule(".".join([*path[:depth], ""])))  # type: ignore[assignment]
         if isinstance(tensor, nn.Parameter):
             root._parameters[leaf] = tensor
         else:

@@ -33,24 +33,25 @@ class SweepStep:
 def budget_sweep(planned: Planned, options: Options) -> Iterator[SweepStep]:
     """The fastest plans found, from the peak of the unconstrained optimum down to the least memory that any plan needs.
 
-    Budgets are spaced evenly; the last is 1% above the least memory. All plans keep the program's number of micro-batches and
-    its padding. Each step is planned on demand.
+    Budgets are spaced evenly; the last is 1% above the least memory. There is only one if the optimum has no more than that.
+    All plans keep the program's number of micro-batches and its padding. Each step is planned on demand.
     """
     solved = planned.solved
     analysis, mesh = solved.formulated.analysis, solved.formulated.mesh
     ((_, free),) = solved_within(analysis, mesh, options, [PLENTY])
     least = smallest(solved.formulated, solved.memory_model)
     assert least is not None, "there is a plan"
-    low = MARGIN * float(solved.memory_model.walk(least).max())
-    high = max(low, float(free.memory_model.walk(free.solution).max()))
+    high = float(free.memory_model.walk(free.solution).max())
+    low = min(high, MARGIN * float(solved.memory_model.walk(least).max()))
     yield step_within(round(high), to_plan(free, options))
     for budget, found in solved_within(analysis, mesh, options, budgets_between(low, high)):
         yield step_within(budget, to_plan(found, options))
 
 
 def budgets_between(low: float, high: float) -> list[Bytes]:
-    """The budgets below the highest."""
-    return [round(low + share * (high - low)) for share in SHARES[1:]]
+    """The budgets below the highest, falling."""
+    budgets = (round(low + share * (high - low)) for share in SHARES[1:])
+    return [budget for budget in dict.fromkeys(budgets) if budget < round(high)]
 
 
 def step_within(budget: Bytes, plan: Plan) -> SweepStep:

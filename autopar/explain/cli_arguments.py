@@ -7,7 +7,8 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +27,15 @@ HOW = "file.py:function or package.module:function, a function that returns (mod
 
 class UsageError(AutoparError):
     """The command line is wrong, or asks for something impossible."""
+
+
+@contextmanager
+def errors_of_usage() -> Iterator[None]:
+    """Inside, errors are of the command line, or of a file that it names."""
+    try:
+        yield
+    except AutoparError as error:
+        raise UsageError(error.what, **error.details) from error
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -220,7 +230,9 @@ def _said(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str | None:
-    """Where a failure occurred: the last line of its traceback; None if that is a call in this file, which never reached the
-    user's function."""
+    """Where a failure occurred: the last line of its traceback, or the line that is no Python; None if that is a call in this
+    file, which never reached the user's function."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
     *_, last = traceback.extract_tb(error.__traceback__)
     return None if last.filename == __file__ else f"{last.filename}:{last.lineno} in {last.name}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from autopar.analysis.recompute_policy import check_policy
 from autopar.cost_models import catalog
-from autopar.errors import AutoparError
-from autopar.explain.cli_arguments import UsageError
+from autopar.explain.cli_arguments import errors_of_usage
 from autopar.ir.mesh import AutoMesh, Mesh
 from autopar.passes.precision import stored
 from autopar.plan.budget import byte_count
@@ -25,7 +23,7 @@ from autopar.search_space.strategies import OTHER_NAMES
 
 def options_of_values(values: Mapping[str, object]) -> Options:
     """The given options. Raises UsageError for an invalid value."""
-    with _errors_of_usage():
+    with errors_of_usage():
         options = Options(**options_of(values))  # type: ignore[arg-type]
         _check(options)
     return options
@@ -33,20 +31,11 @@ def options_of_values(values: Mapping[str, object]) -> Options:
 
 def check_names_axes(options: Options, mesh: Mesh | AutoMesh) -> None:
     """Raise UsageError for a pipeline over an axis that the mesh does not have."""
-    with _errors_of_usage():
+    with errors_of_usage():
         if isinstance(mesh, AutoMesh):
             check_axes(options)
         elif options.pipeline is not None and options.pipeline != AUTO:
             without_axis(mesh, options.pipeline)
-
-
-@contextmanager
-def _errors_of_usage() -> Iterator[None]:
-    """Inside, errors are of the command line."""
-    try:
-        yield
-    except AutoparError as error:
-        raise UsageError(error.what, **error.details) from error
 
 
 def _check(options: Options) -> None:

@@ -123,6 +123,8 @@ def _answer(options: argparse.Namespace) -> CommandOutput:
             options, (*PLANNING, *MODEL, *ENERGY, *COUNTS, "target", "plan", "save", "html"), "--diff compares two saved plans"
         )
         return of_difference(difference(*map(_loaded, options.diff)))
+    if options.plan is not None and not options.plan:
+        raise UsageError("--plan names no file", fix="--plan and a path, or leave it out")
     if not options.target:
         raise UsageError("no TARGET given", fix=f"TARGET: {HOW}")
     if options.html:

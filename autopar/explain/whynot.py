@@ -62,7 +62,7 @@ def why_not_parts(plan: Plan, other: WhyNot) -> Iterator[Part]:
         return
     more = other.plan.step_time - plan.step_time
     share = f"{more / plan.step_time:+.1%}" if plan.step_time else ""
-    step = milliseconds(other.plan.step_time)
-    yield f"the best plan with {forced} takes {step} ms per step, slower by {milliseconds(more)} ms ({share})"
+    step, by = milliseconds(other.plan.step_time), "slower" if more >= 0 else "faster"
+    yield f"the best plan with {forced} takes {step} ms per step, {by} by {milliseconds(abs(more))} ms ({share})"
     yield "compared with the plan without it:"
     yield from difference(plan, replace(other.plan, options=plan.options)).lines()

@@ -34,6 +34,7 @@ from autopar.integrations.transformers_checkpoint import load_whole_state
 from autopar.integrations.transformers_labels import counted_labels, label_names
 from autopar.integrations.transformers_loaders import EpochLoader, EvaluationLoader, LengthGrouped
 from autopar.runtime.gathered_steps import step_gathered
+from autopar.runtime.lost_ranks import exchanging
 
 COUNT = "num_items_in_batch"  # the library's word for the labels of all batches of a step, which its models divide by
 RENAMED = ("label", "label_ids")  # columns of a data set that the library's collators call labels
@@ -63,13 +64,23 @@ def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, *
         model: the model that was passed to it, with or without weights: it provides the configuration and the names of tensors.
         folder: where to write.
         **options: those of the library's `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        CheckpointError: rank 0 cannot write; on every rank.
     """
-    weights = full_state_dict(parallel)
+    weights, said = full_state_dict(parallel), [""]
+    failed: Exception | None = None
     if weights:
-        with _trained_prompts(model, weights):
-            model.save_pretrained(folder, state_dict=weights, **options)  # type: ignore[operator]
+        try:
+            with _trained_prompts(model, weights):
+                model.save_pretrained(folder, state_dict=weights, **options)  # type: ignore[operator]
+        except Exception as error:  # the other ranks must hear of it, or they wait
+            failed, said = error, [f"{type(error).__name__}: {error}, on rank 0"]
     if dist.is_initialized():
-        dist.barrier()
+        with exchanging("the weights that rank 0 writes"):
+            dist.broadcast_object_list(said)
+    if said[0]:
+        raise CheckpointError(f"the weights were not written into {folder}", error=said[0]) from failed
 
 
 @contextmanager

@@ -58,10 +58,11 @@ class Mesh:
     ascending: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
-        check_fields("a mesh's", self)
-        if not self.sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in self.sizes):
+        sizes = self.sizes if isinstance(self.sizes, tuple) else ()
+        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
             fix = "the number of devices along every axis, as in mesh=(2, 4)"
             raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}", fix=fix)
+        check_fields("a mesh's", self)
         check_devices(self.size)
         if len(set(self.axes)) != len(self.sizes):
             raise MeshError(f"a mesh needs one name per axis, not {self.axes} for sizes {self.sizes}")

@@ -97,6 +97,7 @@ def _unfit(memory_model: MemoryModel, least: Solution, limit: Bytes, options: Op
     formulated = memory_model.formulated
     alive, runs = memory_model.walk(least), formulated.analysis.step.microbatches
     peak, full = math.ceil(alive.max()), memory_model.held(assignment(formulated, least), int(alive.argmax()))[:5]
+    larger = "a budget above 90% of the device" if options.budget is None else "a larger budget"
     more = "" if options.microbatches == AUTO else f"microbatches={AUTO!r}, "
     return BudgetError(
         f"no plan fits into {size_text(limit)} per device; the smallest budget that works is {size_text(peak)}",
@@ -105,7 +106,7 @@ def _unfit(memory_model: MemoryModel, least: Solution, limit: Bytes, options: Op
         **{SMALLEST: f"budget={peak}"},
         **{PLACES[there]: f"stores at most {size_text(size)} for each device" for there, size in memory_model.limits.items()},
         filled="; ".join(f"{size_text(held.bytes)} {held}" for held in full),
-        fix=f"more devices, {more}a smaller batch, a narrower dtype, or a budget above 90% of the device",
+        fix=f"more devices, {more}a smaller batch, a narrower dtype, or {larger}",
     )
 
 

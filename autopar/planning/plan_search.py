@@ -121,9 +121,9 @@ def check_seconds(limit: object) -> None:
 
 
 def check_number(runs: object) -> None:
-    """Raise ConstraintError if the number of micro-batches is not an integer."""
-    if isinstance(runs, bool) or not isinstance(runs, int):
-        raise ConstraintError(f"microbatches={runs!r} is not a number", fix=f"how many a step has, or {AUTO!r}")
+    """Raise ConstraintError if the number of micro-batches is not an integer from 1 on."""
+    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+        raise ConstraintError(f"microbatches={runs!r} is not a number of micro-batches", fix=f"1 or more, or {AUTO!r}")
 
 
 def _best_number(program: Program, mesh: Mesh, options: Options, stop: Stop, settings: SearchSettings) -> Optimized:

@@ -191,6 +191,8 @@ def of_another_rank(held: object) -> bool:
     """Whether a loaded object is a DTensor whose local part another rank saved: `torch.load` keeps that rank's place."""
     if not isinstance(held, DTensor):
         return False
+    if not dist.is_initialized():
+        return held.device_mesh.size() > 1
     own = (held.device_mesh.mesh == dist.get_rank()).nonzero()
     return held.device_mesh.get_coordinate() != tuple(own[0].tolist()) if len(own) else True
 

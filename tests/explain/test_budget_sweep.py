@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.explain.budget_sweep import SweepStep, improved, sweep_parts
+from autopar.explain.budget_sweep import SweepStep, budgets_between, improved, sweep_parts
 
 STEPS = [
     SweepStep(budget=budget, step_time=time, recomputed=0.0, peak_memory=budget - 1, gap=0.01)
@@ -45,3 +45,11 @@ def test_where_nothing_is_proven_no_gap_is_printed() -> None:
     rows = [str(part) for part in sweep_parts([replace(step, gap=1.0) for step in STEPS])]
     assert all(row.split()[-2] == "-" for row in rows[1 : len(STEPS) + 1])
     assert rows[-1].endswith("-: nothing is proven")
+
+
+def test_budgets_fall_and_there_is_none_below_a_peak_that_is_the_least() -> None:
+    found = budgets_between(100.0, 104.0)
+    assert found == sorted(set(found), reverse=True)
+    assert found[0] < 104
+    assert found[-1] == 100
+    assert budgets_between(100.0, 100.0) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_options_that_say_nothing_together_are_refused(line: str, said: str, cap
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+ODD = """
+import warnings
+import torch
+def build():
+    warnings.warn("of the user")
+    return torch.nn.Linear(5, 7), torch.zeros(5, 5)
+"""
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -61,6 +71,8 @@ def test_options_that_say_nothing_together_are_refused(line: str, said: str, cap
         ("--offload host --host-memory abc", "'abc' is not an amount of the host's memory"),
         ("--precision fp8", "precision='fp8' is unknown"),
         ("--device h1000", "no device is called 'h1000'; did you mean 'h100'?"),
+        ("--microbatches 0", "microbatches=0 is not a number of micro-batches"),
+        ("--plan=", "--plan names no file"),
         ("--microbatches abc", "microbatches='abc' is not a number"),
         ("--offload True", "--offload True is not known fix activations, host, disk, auto, no"),
         ("--recompute maybe", "no recomputation is called 'maybe'"),
@@ -144,3 +156,21 @@ def test_numbers_of_thousands_of_digits_are_refused(parse: Callable[[str], objec
 def test_a_number_of_thousands_of_digits_is_no_number_but_a_word() -> None:
     assert parse_count("9" * 5000) == "9" * 5000
     assert parse_stages("9" * 5000) == ["9" * 5000]
+
+
+def test_a_file_that_is_no_python_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.py").write_text("import torch\ndef build(:\n")
+    assert main([f"{tmp_path}/wrong.py:build", "--mesh", "2"]) == 2
+    assert f"at {tmp_path}/wrong.py:2" in " ".join(capsys.readouterr().err.split())
+
+
+def test_warnings_of_autopar_are_printed_without_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = list[str]()
+    (tmp_path / "odd.py").write_text(ODD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda *args: printed.append(warnings.formatwarning(*args[:4])))
+        assert main([f"{tmp_path}/odd.py:build", "--mesh", "3", "--device", "h100"]) == 0
+    theirs, own = sorted(text for text in printed if "no dim of the model" in text or "of the user" in text)
+    assert own.startswith("warning: no dim of the model can be split over the 3 devices")
+    assert theirs.startswith(f"{tmp_path}/odd.py:5: UserWarning: of the user")

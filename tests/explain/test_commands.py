@@ -97,6 +97,7 @@ def test_output_that_was_closed_before_is_nowhere(monkeypatch: pytest.MonkeyPatc
     (["--processes", "0", "--save", "x.json"], "--processes 0 is not a number of processes"),
     (["--save", "/no/such/folder/x.json"], "cannot write '/no/such/folder/x.json'"),
     (["--save", ""], "cannot write ''"),
+    (["--save", "model.py"], "cannot write 'model.py'"),
     (["--save", "/"], "cannot write '/'"),
 ])  # fmt: skip
 def test_a_profile_is_refused_before_anything_is_measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from autopar.errors import BudgetError, ConstraintError, InputError
 from autopar.explain import Explanation, comparison, explain
 from autopar.explain.difference import difference
 from autopar.explain.why import why_parts
-from autopar.explain.whynot import why_not_parts
+from autopar.explain.whynot import WhyNot, why_not_parts
 from autopar.plan.options import Options
 from autopar.plan.text import plain
 from autopar.planning.planner import connected_mesh, make_plan, plan_program
@@ -116,6 +117,13 @@ def test_a_tight_budget_shows_as_peaks_that_do_not_fit() -> None:
     entries = [entry for name in NAMES for answer in tight.why(name) for entry in answer.alternatives]
     assert all(entry.peak <= limit for entry in entries if entry.chosen)
     assert any(entry.peak > limit for entry in entries)
+
+
+def test_a_plan_that_is_faster_with_what_is_forced_is_called_faster() -> None:
+    """As beside a plan by a named strategy."""
+    found = explained()
+    other = WhyNot(forced={"a": "I"}, plan=replace(found.plan, step_time=found.plan.step_time / 2))
+    assert re.search(r"ms per step, faster by [\d.]+ ms \(-50.0%\)", plain(why_not_parts(found.plan, other)))
 
 
 def test_why_not_meets_what_is_forced_and_is_never_faster() -> None:

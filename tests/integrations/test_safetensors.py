@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 import autopar
-from autopar.errors import InputError
+from autopar.errors import CheckpointError, InputError
 from autopar.integrations.safetensors import SafetensorsReader, full_state_dict, load_pretrained
+from autopar.integrations.transformers import save_pretrained
 from autopar.ir.mesh import Mesh
 from autopar.runtime.storage import full_tensor
 from autopar.runtime.streamed_load import ranges
@@ -93,6 +94,24 @@ def test_a_checkpoint_without_the_head_is_found_by_its_own_names(tmp_path: Path)
     parallel = autopar.parallelize(model, {"input_ids": words, "labels": words}, (1,))
     assert load_pretrained(parallel, model, tmp_path) == ("extra",)
     assert torch.equal(parallel(input_ids=words, labels=words).loss, whole(input_ids=words, labels=words).loss)
+
+
+def unwritable(folder: Path) -> None:
+    """The folder cannot be made; a rank that did not hear of it would be in a collective of its own."""
+    model, words = made(LLAMA), torch.arange(12).view(2, 6)
+    parallel = autopar.parallelize(model, {"input_ids": words, "labels": words}, (2,), device="h100", strategy="fsdp")
+    with pytest.raises(CheckpointError, match="the weights were not written") as refusal:
+        save_pretrained(parallel, model, folder / "file" / "weights")
+    assert "NotADirectoryError" in refusal.value.details["error"]
+    assert "on rank 0" in refusal.value.details["error"]
+    parallel(input_ids=words, labels=words).loss.backward()
+    save_pretrained(parallel, model, folder / "weights")
+
+
+def test_where_rank_0_cannot_write_every_rank_says_so(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    pool.run(f"{__name__}:unwritable", tmp_path, ranks=2, keep=True)
+    assert (tmp_path / "weights" / "model.safetensors").exists()
 
 
 class Small(nn.Module):

@@ -361,7 +361,12 @@ def test_a_plan_keeps_its_micro_batches_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     "asked, said",
-    [(3, "the batch is 8"), (0, "the batch is 8"), ("many", "microbatches='many' is not a number"), (True, "is not a number")],
+    [
+        (3, "the batch is 8"),
+        (0, "is not a number of micro-batches"),
+        ("many", "microbatches='many' is not a number"),
+        (True, "is not a number"),
+    ],
 )
 def test_numbers_that_do_not_part_the_batch_are_refused(asked: object, said: str) -> None:
     model, sample = regressed("sum")

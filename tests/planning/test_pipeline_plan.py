@@ -130,7 +130,7 @@ WRONG: list[tuple[dict[str, Any], type[AutoparError], str, str]] = [
         "stages=5 at most",
     ),
     ({"microbatches": 3}, ConstraintError, "a step cannot run in 3 micro-batches: the batch is 8", "a divisor of 8"),
-    ({"microbatches": "some"}, ConstraintError, "microbatches='some' is not a number", "how many a step has"),
+    ({"microbatches": "some"}, ConstraintError, "microbatches='some' is not a number", "1 or more"),
     ({"schedule": "1f1b+x"}, ConstraintError, "'1f1b+x' is not a pipeline schedule", "interleaved"),
     ({"stages": 3}, ConstraintError, "3 stages cannot be shared by the 2 ranks", "a multiple of 2 stages"),
     ({"stages": 0}, ConstraintError, "stages=0 is not a number of stages", "their number"),
