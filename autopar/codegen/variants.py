@@ -38,6 +38,9 @@ def combinations(sizes: Sequence[Size], asked: Mapping[str, Sequence[int] | int]
         raise InputError(
             f"{unknown[0]} is not a dynamic size of the plan", sizes=declared, fix='plan with dynamic={"batch": 0}'
         )
+    for name, given in asked.items():
+        if not all(isinstance(number, int) for number in _listed(given)):
+            raise InputError(f"{name}={given!r} is not a size, nor sizes", fix=f"{name}=64, or {name}=(64, 128)")
     for found in itertools.product(*(_listed(asked.get(size.name, size.sample)) for size in sizes)):
         places = dim_sizes(sizes, found)
         width = 1 + max((dim for _, dim in places), default=0)
@@ -46,7 +49,7 @@ def combinations(sizes: Sequence[Size], asked: Mapping[str, Sequence[int] | int]
 
 
 def _listed(asked: Sequence[int] | int) -> Sequence[int]:
-    return [asked] if isinstance(asked, int) else asked
+    return asked if isinstance(asked, (list, tuple, range)) else [asked]  # type: ignore[list-item]
 
 
 __all__ = ["MOST", "Variants", "combinations"]

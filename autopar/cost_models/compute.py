@@ -122,8 +122,10 @@ class Pricer:
         return [3 * math.prod(operands[p]) * self.operands[p] for p in self.summed]
 
     def _seconds(self, work: Work, operands: Shapes, results: Shapes, way: int) -> Seconds:
-        """Seconds at the measured rate if there is one, else by its kernels; `way` 0 forward, 1 backward."""
-        if self.rates and work.kernels:
+        """Seconds at the measured rate if there is one (0: none of the backward), else by its kernels; `way` 0 forward, 1
+        backward.
+        """
+        if self.rates and self.rates[way] and work.kernels:
             return max(self.amount(work) / self.rates[way], self.device.launch)
         arithmetic = self._arithmetic(work, operands, results, way) if work.flops else 0.0
         bandwidth = self.device.bandwidth * self.shares[way]

@@ -234,3 +234,10 @@ def test_an_operator_is_timed_with_operands_that_caches_lack(cold: int, copies: 
     assert back >= 0
     assert len(set(read)) == copies
     assert all(before != after for before, after in itertools.pairwise(read[:10])) == (copies > 1)
+
+
+def test_a_backward_without_a_rate_is_priced_by_its_kernels() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.zeros(64, 64)
+    half = replace(DEVICE, rates={"aten.linear.default": (2e9, 0.0)})
+    slow, none = (autopar.plan(model, x, (2,), device=replace(half, rates=rates)) for rates in (half.rates, {}))
+    assert slow.step_time > none.step_time

@@ -428,5 +428,7 @@ def test_sizes_are_built_before_they_are_met_and_those_used_last_are_kept(monkey
     assert [numbers[1] for numbers in module.autopar.variants] == [4, 12]
     with pytest.raises(InputError, match="tokens is not a dynamic size of the plan"):
         module.prewarm(tokens=4)
+    with pytest.raises(InputError, match="is not a size, nor sizes"):
+        module.prewarm(sequence=("8",))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="sequence is 64"):
         module.prewarm(sequence=(8, 64))
