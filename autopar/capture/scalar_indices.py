@@ -25,7 +25,7 @@ INDEXING: dict[object, Callable[..., object]] = {
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Places:
+class IndexedView:
     """What an index selects: of a view by all its other parts, `numbers` along some dims, ascending."""
 
     view: torch.Tensor
@@ -50,14 +50,14 @@ class Places:
         self.view[tuple(self.numbers[dim].reshape(1) if dim in self.numbers else ALL for dim in range(self.view.dim()))] = value
 
 
-def places(x: torch.Tensor, index: Any, known: Callable[[torch.Tensor], bool]) -> Places | None:
+def places(x: torch.Tensor, index: Any, known: Callable[[torch.Tensor], bool]) -> IndexedView | None:
     """What an index with unknown numbers selects; None if it has none, or an index of several elements beside them."""
     parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
     numbers = {at: part for at, part in enumerate(parts) if _number(part) and not known(part)}
     if not numbers or not all(at in numbers or _basic(part) for at, part in enumerate(parts)):
         return None
     view = x[tuple(ALL if at in numbers else part for at, part in enumerate(parts))]
-    return Places(view, {_dim(parts[:at], x.dim() - _taken(parts)): number for at, number in numbers.items()})
+    return IndexedView(view, {_dim(parts[:at], x.dim() - _taken(parts)): number for at, number in numbers.items()})
 
 
 def _number(part: object) -> TypeGuard[torch.Tensor]:
@@ -80,4 +80,4 @@ def _dim(before: Sequence[object], rest: int) -> int:
     return sum(rest if part is ... else not isinstance(part, int) for part in before)
 
 
-__all__ = ["INDEXING", "Places", "places"]
+__all__ = ["INDEXING", "IndexedView", "places"]

@@ -167,7 +167,7 @@ def explained(error: Exception, model: str) -> AutoparError:
         name = next(filter(None, unknown.groups()))
         fix = "torch has none for it: write what it computes with other operators" if name.startswith("aten") else _FAKE
         return CaptureError(f"{name} has no fake implementation, so the shapes of its results are unknown", at=at, fix=fix)
-    fix = "call the model on this sample without autopar: is it its own error? Else see the __cause__ of this one"
+    fix = "call the model on this sample without autopar: if it fails there, too, mend it there; if not, see the __cause__"
     if "FakeTensorDeviceMismatchError" in kinds or "on the same device" in said:
         fix = _DEVICE
     elif _OF_DTYPES.search(said):

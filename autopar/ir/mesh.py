@@ -58,8 +58,7 @@ class Mesh:
     ascending: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = self.sizes if isinstance(self.sizes, tuple) else ()
-        if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+        if isinstance(self.sizes, tuple) and not (self.sizes and all(type(size) is int and size > 0 for size in self.sizes)):
             fix = "the number of devices along every axis, as in mesh=(2, 4)"
             raise MeshError(f"a mesh needs axes of at least one device each, not {self.sizes}", fix=fix)
         check_fields("a mesh's", self)

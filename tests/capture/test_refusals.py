@@ -225,7 +225,7 @@ def test_a_tensor_from_nowhere_is_refused() -> None:
         (observed, "obs_fake_quant.default writes into running_min, running_max, scale, zero_point", "returns its result"),
         (resized, "aten.resize_.default changes the size of a tensor", "reshape"),
         (sparse, "forward computes with a sparse tensor", "to_dense"),
-        (broken, "Does cannot be captured: no such thing", "the error above"),
+        (broken, "Does cannot be captured: no such thing", "without autopar"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_the_line(
