@@ -27,10 +27,10 @@ HELD = ("_modules", "_parameters", "_buffers")  # the tables in which torch keep
 class _StoredModule(nn.Module):
     """A module whose tensors are stored as the plan says: nothing takes their place that is stored in another way.
 
-    `prefix` is what names of its tensors begin with in the whole module.
+    `_autopar_prefix` is what names of its tensors begin with in the whole module; the names here are those of the user.
     """
 
-    prefix = ""
+    _autopar_prefix = ""
 
     def _apply(self, fn: Change, recurse: bool = True) -> Self:
         """Implement `to`, `half`, `cuda` and the like for every tensor; refuses casts."""
@@ -74,10 +74,13 @@ class _StoredModule(nn.Module):
         """Raise InputError if the emitted code has no use for a value in the place of what has this name."""
         held = self._modules.get(name) or self._parameters.get(name)
         if value is None and (held is not None or self._buffers.get(name) is not None):
-            what, fix = f"{self.prefix}{name} cannot be removed: the emitted code reads it", "remove it before parallelize"
+            what, fix = (
+                f"{self._autopar_prefix}{name} cannot be removed: the emitted code reads it",
+                "remove it before parallelize",
+            )
             raise InputError(what, fix=fix)
-        before = _parameters_of(held, self.prefix + name)
-        for path, parameter in _parameters_of(value, self.prefix + name).items():
+        before = _parameters_of(held, self._autopar_prefix + name)
+        for path, parameter in _parameters_of(value, self._autopar_prefix + name).items():
             if in_parts(before.get(path)) and not in_parts(parameter):
                 raise InputError(
                     f"{path} cannot be replaced by a whole tensor: every rank stores the part that the plan gives it",
@@ -98,7 +101,7 @@ class Submodule(_StoredModule):
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
-        self.prefix = prefix
+        self._autopar_prefix = prefix
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; refuses a `forward`, which nothing would call."""

@@ -335,9 +335,11 @@ class Activated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.act = nn.Linear(6, 6), nn.GELU()
+        self.prefix = nn.Parameter(torch.ones(6))
+        self.layer.prefix = "a setting of the user"  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.layer(x)).sum()  # type: ignore[no-any-return]
+        return (self.act(self.layer(x)) + self.prefix).sum()  # type: ignore[no-any-return]
 
 
 class Warm(nn.Module):
