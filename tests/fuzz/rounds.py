@@ -40,6 +40,7 @@ def trials(draw: DrawFn) -> tuple[Graph, Setting]:
         microbatches=2 if extra in (6, 7) else 1,
         precision={8: "bf16-mixed" if first % 2 else "bf16"}.get(extra),
         dynamic=extra == 9,
+        padded=draw(st.integers(0, 2)) == 2,
     )
 
 

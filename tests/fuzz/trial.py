@@ -26,6 +26,7 @@ from autopar.operators import writes
 from autopar.parallelize import assembled, tensors_of
 from autopar.passes.microbatches import microbatches
 from autopar.passes.no_dropout import without_dropout
+from autopar.passes.padding import PaddingExtent, padded
 from autopar.passes.to_float64 import promote
 from autopar.plan.assignment_text import as_planned
 from autopar.plan.options import Options
@@ -63,6 +64,7 @@ class Setting:
     microbatches: int = 1
     precision: str | None = None
     dynamic: bool = False
+    padded: bool = False  # what the mesh does not divide, in random plans
 
     def text(self) -> str:
         """The arguments that make it, where they are not the default."""
@@ -139,7 +141,9 @@ class Planner:
             found = resolve_program(program, self.mesh, replace(options, strategy=plan))
         else:
             if self.random is None:
-                self.random = RandomPlans(microbatches(program, self.setting.microbatches), self.mesh, options)
+                step = microbatches(program, self.setting.microbatches)
+                extent = PaddingExtent.PARTS if self.setting.padded else PaddingExtent.NONE
+                self.random = RandomPlans(padded(step, extent.rooms(step.program, self.mesh)), self.mesh, options)
             found = self.random.draw(plan)
         sizes = declared({"batch": 0} if self.setting.dynamic else {}, self.captured.signature.shapes)
         return with_dynamic_sizes(found, sizes, self.module, self.batch)
@@ -223,7 +227,7 @@ class Tried:
     def _errors(self, tensors: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], float]:
         """The errors of a sequential run with these parameters and buffers."""
         found = self._results(sequential(self.own, tensors), self.own.program, self.inputs)
-        return {key: error(found[key], expected) if key in found else 0.0 for key, expected in self.expected.items()}
+        return {key: _wrong(found[key], expected) if key in found else 0.0 for key, expected in self.expected.items()}
 
     def _compared(
         self,
@@ -345,10 +349,15 @@ def weights(shape: tuple[int, ...], place: int) -> torch.Tensor:
     return torch.arange(place + 1, place + 1 + math.prod(shape), dtype=torch.float64).reshape(shape).cos()
 
 
-def _equal(key: tuple[str, str], found: torch.Tensor, expected: torch.Tensor, tolerance: float, who: str) -> None:
-    if found.shape == expected.shape and found.dtype == expected.dtype:  # the user's own NaN is to be NaN, the rest equal
+def _wrong(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The error; the user's own NaN is to be NaN, the rest equal."""
+    if found.shape == expected.shape:
         both = found.isnan() & expected.isnan()
         found, expected = found.masked_fill(both, 0), expected.masked_fill(both, 0)
-    wrong = error(found, expected)
+    return error(found, expected)
+
+
+def _equal(key: tuple[str, str], found: torch.Tensor, expected: torch.Tensor, tolerance: float, who: str) -> None:
+    wrong = _wrong(found, expected)
     if not wrong <= tolerance:
         raise WrongNumber(f"{' '.join(key)} of {who} is wrong by {wrong:.1e}: {list(found.shape)} for {list(expected.shape)}")
