@@ -18,10 +18,6 @@ import torch
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 ALL = slice(None)
-INDEXING: dict[object, Callable[..., object]] = {
-    torch.Tensor.__getitem__: lambda places: places.read(),
-    torch.Tensor.__setitem__: lambda places, value: places.write(value),
-}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,6 +44,12 @@ class IndexedView:
             value = value[(0,) * (value.dim() - len(shape))].to(self.view.dtype).expand(shape)
             value = value.unsqueeze(0 if apart else dims[0])  # where torch puts the dim of several indices
         self.view[tuple(self.numbers[dim].reshape(1) if dim in self.numbers else ALL for dim in range(self.view.dim()))] = value
+
+
+INDEXING: dict[object, Callable[..., object]] = {
+    torch.Tensor.__getitem__: IndexedView.read,
+    torch.Tensor.__setitem__: IndexedView.write,
+}
 
 
 def places(x: torch.Tensor, index: Any, known: Callable[[torch.Tensor], bool]) -> IndexedView | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from autopar.errors import InputError
@@ -39,7 +40,7 @@ def combinations(sizes: Sequence[Size], asked: Mapping[str, Sequence[int] | int]
             f"{unknown[0]} is not a dynamic size of the plan", sizes=declared, fix='plan with dynamic={"batch": 0}'
         )
     for name, given in asked.items():
-        if not all(isinstance(number, int) for number in _listed(given)):
+        if not all(isinstance(number, Integral) for number in _listed(given)):
             raise InputError(f"{name}={given!r} is not a size, nor sizes", fix=f"{name}=64, or {name}=(64, 128)")
     for found in itertools.product(*(_listed(asked.get(size.name, size.sample)) for size in sizes)):
         places = dim_sizes(sizes, found)
@@ -49,7 +50,7 @@ def combinations(sizes: Sequence[Size], asked: Mapping[str, Sequence[int] | int]
 
 
 def _listed(asked: Sequence[int] | int) -> Sequence[int]:
-    return asked if isinstance(asked, (list, tuple, range)) else [asked]  # type: ignore[list-item]
+    return [asked] if isinstance(asked, int | str) else asked
 
 
 __all__ = ["MOST", "Variants", "combinations"]

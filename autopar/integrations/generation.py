@@ -249,7 +249,7 @@ class CachedGenerator(Generating):
             raise InputError("guidance is not supported with a planned cache", fix="a Generator, which has no cache")
         mode = _unassisted(config, options)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            fix = "num_beams=1 and no penalty_alpha or prompt_lookup_num_tokens, or a Generator, which has no cache"
+            fix = "num_beams=1 and no penalty_alpha, or a Generator, which has no cache"
             raise InputError(f"{mode.replace('_', ' ')} is not supported with a planned cache", fix=fix)
         if "decoder_input_ids" in options and not self.config.is_encoder_decoder:
             raise InputError("the model has no encoder, so that its prompts are input_ids", fix="leave decoder_input_ids out")

@@ -34,7 +34,7 @@ from autopar.integrations.transformers_checkpoint import load_whole_state
 from autopar.integrations.transformers_labels import counted_labels, label_names
 from autopar.integrations.transformers_loaders import EpochLoader, EvaluationLoader, LengthGrouped
 from autopar.runtime.gathered_steps import step_gathered
-from autopar.runtime.lost_ranks import exchanging
+from autopar.runtime.rank_consistency import from_rank_0
 
 COUNT = "num_items_in_batch"  # the library's word for the labels of all batches of a step, which its models divide by
 RENAMED = ("label", "label_ids")  # columns of a data set that the library's collators call labels
@@ -68,19 +68,18 @@ def save_pretrained(parallel: nn.Module, model: nn.Module, folder: str | Path, *
     Raises:
         CheckpointError: rank 0 cannot write; on every rank.
     """
-    weights, said = full_state_dict(parallel), [""]
-    failed: Exception | None = None
-    if weights:
+    weights = full_state_dict(parallel)
+
+    def written() -> str:
         try:
             with _trained_prompts(model, weights):
                 model.save_pretrained(folder, state_dict=weights, **options)  # type: ignore[operator]
-        except Exception as error:  # the other ranks must hear of it, or they wait
-            failed, said = error, [f"{type(error).__name__}: {error}, on rank 0"]
-    if dist.is_initialized():
-        with exchanging("the weights that rank 0 writes"):
-            dist.broadcast_object_list(said)
-    if said[0]:
-        raise CheckpointError(f"the weights were not written into {folder}", error=said[0]) from failed
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}, on rank 0"
+            raise CheckpointError(f"the weights were not written into {folder}", error=said) from error
+        return ""
+
+    from_rank_0(written, parallel.autopar.context)  # type: ignore[union-attr, arg-type]
 
 
 @contextmanager

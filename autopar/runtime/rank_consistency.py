@@ -27,7 +27,8 @@ SAMPLE = (
 
 
 def from_rank_0(make: Callable[[], str], context: Context) -> str:
-    """Broadcast what rank 0 makes (a plan, as JSON) to every rank; if rank 0 fails, every rank raises its error."""
+    """Broadcast what rank 0 makes (a plan, as JSON; nothing, where it writes) to every rank; if rank 0 fails, every rank raises
+    its error."""
     if context.device_mesh is None:
         return make()
     box: list[str | Exception] = [""]
@@ -36,7 +37,7 @@ def from_rank_0(make: Callable[[], str], context: Context) -> str:
             box = [make()]
         except Exception as error:
             box = [error]
-    with exchanging("the plan of rank 0"):
+    with exchanging("what rank 0 makes"):
         dist.broadcast_object_list(box, src=0, device=context.device)
     if isinstance(box[0], Exception):
         raise box[0]
